@@ -1,0 +1,222 @@
+"""sparse_mla_nope: run NoPE (512-wide) and unaligned-top-k absorbed MLA through the installed SparseMLA kernel.
+
+megatron-core 0.19's `fused_sparse_mla_absorbed` declines unless query and key are 576 wide, heads (at least 16) are a power
+of two and the top-k is a multiple of 64; a declined call runs a dense fp32 softmax of batch x heads x sq x skv. Zero
+channels add nothing to q.k and the value is the first 512 channels, zero heads are sliced off again, and ids of -1 are
+masked, so padding to what the kernel takes is exact; autograd of pad and slice gives gradients in the caller's shapes.
+Upstream: NVIDIA/Megatron-LM#7617. Beyond it: any head count, and ids outside [0, skv) are masked instead of read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import FunctionType, ModuleType
+from typing import TYPE_CHECKING, Any
+
+from mcore_patches.overlay.patch import Below, Finding, Patch, Probing, Target
+from mcore_patches.overlay.versions import Releases
+
+if TYPE_CHECKING:
+    import torch
+
+# What the installed kernels are built for (megatron-core 0.19: ops/tilelang_sparse_mla_fwd.py).
+KERNEL_WIDTH, V_CHANNELS, MIN_HEADS, TOPK_MULTIPLE = 576, 512, 16, 64
+WIDTHS = (512, 576)
+
+
+def declines(query: Any, key: Any, topk_indices: Any, v_channels: int) -> str | None:
+    """Why this call cannot be fused, or None. Without tensor sizes, so that equal reasons count together."""
+    import torch
+
+    if query.ndim != 4 or key.ndim != 4 or topk_indices.ndim != 3:
+        return "query and key must have 4 dimensions [s, b, heads, width] and topk_indices 3 [b, sq, k]"
+    if query.dtype is not torch.bfloat16 or key.dtype is not torch.bfloat16:
+        return f"query and key must be bfloat16, not {_short(query.dtype)} and {_short(key.dtype)}"
+    sq, b, heads, width = query.shape
+    if key.size(2) != 1:
+        return f"key must have one head (absorbed MLA), not {key.size(2)}"
+    if key.size(1) != b or topk_indices.size(0) != b:
+        return "query, key and topk_indices differ in batch size"
+    if topk_indices.size(1) != sq:
+        return "query and topk_indices differ in rows"
+    if key.size(-1) != width:
+        return f"query and key differ in width: {width} and {key.size(-1)}"
+    if width not in WIDTHS or v_channels != V_CHANNELS:
+        return f"width {width} with v_channels {v_channels}; the kernel takes widths 512 and 576 with v_channels 512"
+    if heads == 0:
+        return "query has no heads"
+    return None
+
+
+def build(below: Below) -> Callable[..., Any]:
+    """Make the replacement for one live `tilelang_dsa` module."""
+    import torch
+    from torch.nn.functional import pad
+
+    from mcore_patches.ops.sparse_mla import sparse_mla
+
+    module, counters = below.module, below.counters
+    is_compiling = torch.compiler.is_compiling
+
+    def fused_sparse_mla_absorbed(
+        query: torch.Tensor, key: torch.Tensor, topk_indices: torch.Tensor, softmax_scale: float, v_channels: int
+    ) -> torch.Tensor | None:
+        reason = declines(query, key, topk_indices, v_channels)
+        kernel = module.SparseMLA  # type: ignore[attr-defined]  # looked up at each call, as upstream does
+        on_kernel = reason is None and _runs_kernel(query)
+        if on_kernel and kernel is None:
+            reason = "SparseMLA is not importable here (is tilelang installed?)"
+        if reason is not None:
+            _decline(counters, reason, query, key, topk_indices, is_compiling())
+            return None
+
+        heads, width = query.size(2), query.size(3)
+        query_bshd = query.permute(1, 0, 2, 3)
+        key_bshd = key.permute(1, 0, 2, 3)
+        if not on_kernel:
+            if not is_compiling():
+                counters.hit("chunked")
+            scale = width**-0.5 if softmax_scale is None else softmax_scale
+            out, _ = sparse_mla(query_bshd, key_bshd, topk_indices, scale=scale, v_channels=V_CHANNELS)
+            return out.permute(1, 0, 2, 3).contiguous()
+
+        kernel_heads = max(MIN_HEADS, 1 << (heads - 1).bit_length())
+        wider, more_ids = KERNEL_WIDTH - width, -topk_indices.size(-1) % TOPK_MULTIPLE
+        if wider or kernel_heads != heads:
+            query_bshd = pad(query_bshd, (0, wider, 0, kernel_heads - heads))
+        if wider:
+            key_bshd = pad(key_bshd, (0, wider))
+            if softmax_scale is None:  # the kernel would take its own, padded width
+                softmax_scale = width**-0.5
+        ids = valid_ids(topk_indices, key.size(0))
+        if more_ids:
+            ids = pad(ids, (0, more_ids), value=-1)
+        if not is_compiling():
+            counters.hit("padded" if wider or more_ids or kernel_heads != heads else "kernel")
+        out, _ = kernel.apply(query_bshd.contiguous(), key_bshd.contiguous(), ids.unsqueeze(2).contiguous(), softmax_scale)
+        return out[:, :, :heads].permute(1, 0, 2, 3).contiguous()
+
+    return fused_sparse_mla_absorbed
+
+
+def valid_ids(topk_indices: torch.Tensor, skv: int) -> torch.Tensor:
+    """int32 ids with everything outside [0, skv) turned into -1, which the kernel masks.
+
+    The kernel masks -1 only, reads -2 as row 0, and runs out of bounds from skv on.
+    """
+    import torch
+
+    # Before the cast: an int64 id of 2**32 must not become 0. threshold and where are one launch each.
+    ids = torch.nn.functional.threshold(topk_indices, -1, -1)
+    return torch.where(ids < skv, ids, -1).to(torch.int32)
+
+
+def _runs_kernel(query: torch.Tensor) -> bool:
+    """Whether the CUDA kernel takes this tensor; CPU tensors take the chunked path of ops/sparse_mla."""
+    return query.is_cuda
+
+
+def _short(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _decline(counters: Any, reason: str, query: Any, key: Any, topk_indices: Any, compiling: bool) -> None:
+    """Count the decline and warn, except under torch.compile, where only MCORE_PATCHES_ON_DECLINE=raise is obeyed."""
+    from mcore_patches.overlay import settings
+
+    if compiling and settings.on_decline() != "raise":
+        return
+    four = query.ndim == 4 and key.ndim == 4
+    sq, b, heads = (query.size(0), query.size(1), query.size(2)) if four else (0, 0, 0)
+    shape_class = f"query {_shape(query)}, key {_shape(key)}, top-k {_shape(topk_indices)}, {_short(query.dtype)}"
+    dense = 4 * b * heads * sq * key.size(0) if four else 0
+    counters.decline(
+        reason, shape_class=shape_class, fallback="a dense fp32 softmax over [b, heads, sq, skv]", fallback_bytes=dense
+    )
+
+
+def _shape(tensor: Any) -> str:
+    # Sizes to the next power of two: one warning for a shape class, not one for every sequence length.
+    sizes = [n if i else 1 << max(n - 1, 0).bit_length() for i, n in enumerate(tensor.shape)]
+    return "x".join(map(str, sizes)) or "scalar"
+
+
+def probe(probing: Probing) -> Finding:
+    """Call a copy of the installed function with a stand-in for SparseMLA on CPU zeros: a result means that it pads.
+
+    The module's own functions are copied with it, so that helpers see the stand-in too; nothing of the module changes.
+    """
+    import torch
+
+    (module,), (original,) = probing.modules.values(), probing.originals.values()
+
+    class FakeSparseMLA:
+        @staticmethod
+        def apply(q: torch.Tensor, kv: torch.Tensor, indices: torch.Tensor, scale: float) -> tuple[Any, Any]:
+            return q[..., :V_CHANNELS], q[..., 0].float()
+
+    function = _with_globals(module, original, SparseMLA=FakeSparseMLA)
+
+    def runs(width: int, topk: int) -> bool:
+        zeros = torch.zeros(8, 1, MIN_HEADS, width, dtype=torch.bfloat16)
+        out = function(zeros, zeros[:, :, :1], torch.zeros(1, 8, topk, dtype=torch.int32), 1.0, V_CHANNELS)
+        return out is not None and tuple(out.shape) == (8, 1, MIN_HEADS, V_CHANNELS)
+
+    if not runs(KERNEL_WIDTH, TOPK_MULTIPLE):
+        return Finding(False, "undecidable: it declines width 576 with top-k 64, which every version takes")
+    width, topk = runs(512, TOPK_MULTIPLE), runs(KERNEL_WIDTH, TOPK_MULTIPLE + 1)
+    says = f"it {'takes' if width else 'declines'} width 512 and {'takes' if topk else 'declines'} an unaligned top-k of 65"
+    return Finding(width and topk, says)
+
+
+def _with_globals(module: ModuleType, function: Any, **changed: Any) -> Callable[..., Any]:
+    """A copy of a module's function that sees `changed` in place of the module's globals, as do the functions it calls."""
+    private = {**vars(module), **changed}
+    for name, value in vars(module).items():
+        if isinstance(value, FunctionType) and value.__globals__ is vars(module) and name not in changed:
+            private[name] = _copy(value, private)
+    return _copy(function, private)
+
+
+def _copy(function: FunctionType, scope: dict[str, Any]) -> FunctionType:
+    copied = FunctionType(function.__code__, scope, function.__name__, function.__defaults__, function.__closure__)
+    copied.__kwdefaults__ = function.__kwdefaults__
+    return copied
+
+
+def health(probing: Probing) -> str | None:
+    """INERT where CUDA tensors are to be expected and the kernel is missing: calls with them are declined."""
+    import torch
+
+    (module,) = probing.modules.values()
+    # device_count asks NVML first: it does not initialise CUDA in a process that will fork.
+    if module.SparseMLA is None and torch.cuda.device_count() > 0:  # type: ignore[attr-defined]
+        return "SparseMLA did not import (is tilelang installed?), so calls with CUDA tensors are declined"
+    return None
+
+
+_EAV = "megatron.core.transformer.experimental_attention_variant"
+
+PATCH = Patch(
+    id="sparse_mla_nope",
+    summary="NoPE width 512, any head count and any top-k through the fused sparse MLA kernel",
+    upstream="NVIDIA/Megatron-LM#7617",
+    delete_when="the pinned release pads inside fused_sparse_mla_absorbed: status() says UPSTREAM_FIXED",
+    releases=Releases((0, 19, 0), None),
+    late_safe=True,
+    probe=probe,
+    health=health,
+    targets=(
+        Target(
+            modules=(f"{_EAV}.ops.tilelang_dsa", "megatron.core.ops.attention.dsa.ops.tilelang_dsa"),
+            qualname="fused_sparse_mla_absorbed",
+            # Its one caller must go on finding it as a global of the module.
+            relies_on=("run_fused_absorbed_sparse_attention",),
+            build=build,
+            known={
+                # 0.19.0 to 0.19.2, and main until 2026-08-22
+                "da81cbf0cf7c5b5a03edf1cffb214e632243127f7dc9cf209f4b4f138136a10c": "needs",
+            },
+        ),
+    ),
+)
