@@ -40,7 +40,7 @@ def fresh(code: str, repeats: int) -> float:
 
 
 def host_microseconds(width: int, topk: int, heads: int = 64, repeats: int = 2000) -> tuple[float, float]:
-    """(megatron's own function, the replacement) in microseconds of host time a call, medians of alternating batches."""
+    """(megatron's own function, the replacement): microseconds of host time a call, medians of alternating batches."""
     import torch
     from megatron.core.transformer.experimental_attention_variant.ops import tilelang_dsa
 
