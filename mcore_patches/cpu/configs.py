@@ -67,22 +67,21 @@ def dsa_config(
     """:func:`mla_config` with sparse attention: 4 index heads of 16, 8 tokens a query, indexer loss x 0.1.
 
     Args:
-        dtype: "bf16", or "fp32" where the release can (0.19; the older ones rotate the index in bf16 only).
+        dtype: "bf16" or "fp32". The Hadamard rotation of the index is for bf16 only: fp32 turns it off where the
+            release has a switch (0.19); before, only the CPU shim's stand-in takes fp32.
         kernel_backend: ``dsa_kernel_backend``, set after construction: megatron refuses a fused backend without
             CUDA there, but not later. Its fused functions then run, see
             :func:`mcore_patches.cpu.models.fused_indexer_declined`.
         tp, cp, pp, sp, fields: as in :func:`gpt_config`.
 
     Raises:
-        ValueError: the release cannot do what is asked: "fp32", a kernel backend, or a field that it lacks.
+        ValueError: the release lacks a field, or kernel backends altogether.
     """
     defaults = _common_fields(dtype, tp, cp, pp, sp) | _MLA_FIELDS | _DSA_FIELDS
     known = _field_names(MLATransformerConfig)
     if cp > 1:
         defaults["cp_comm_type"] = "allgather"
-    if dtype == "fp32":
-        if "dsa_indexer_rotate_activation" not in known:
-            raise ValueError("dtype='fp32': the DSA indexer of this megatron-core release computes in bf16 only")
+    if dtype == "fp32" and "dsa_indexer_rotate_activation" in known:
         defaults["dsa_indexer_rotate_activation"] = False
     config = _build(MLATransformerConfig, defaults, fields)
     if kernel_backend != "none":

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-__all__ = ["DuplicatedLinear", "Norm", "hadamard_transform"]
+__all__ = ["DuplicatedLinear", "Norm", "hadamard_transform", "rotate_activation"]
 
 
 class Norm(torch.nn.Module):
@@ -96,3 +96,8 @@ def hadamard_transform(x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
         y = torch.stack((low + high, low - high), dim=-2)
         half *= 2
     return (y.reshape(*x.shape[:-1], padded) * scale)[..., :n].to(x.dtype)
+
+
+def rotate_activation(x: torch.Tensor) -> torch.Tensor:
+    """Megatron's orthonormal Hadamard rotation of the DSA index, for fp32 too: ``[..., n]`` to the same."""
+    return hadamard_transform(x, scale=x.shape[-1] ** -0.5)

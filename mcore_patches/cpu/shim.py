@@ -13,6 +13,7 @@ It belongs to the thread that turned it on.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import importlib.util
 from collections.abc import Iterator
@@ -21,7 +22,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from mcore_patches.cpu.layers import DuplicatedLinear, hadamard_transform
+from mcore_patches.cpu.layers import DuplicatedLinear, hadamard_transform, rotate_activation
 from mcore_patches.cpu.rebinding import Rebinding, RebindingLog
 
 __all__ = ["cpu_megatron", "disable", "enable", "is_enabled", "package_stand_ins", "rebindings"]
@@ -64,15 +65,16 @@ def enable(*, allow_cuda: bool = False) -> None:
             f"the CPU shim sends every CUDA request of this process to the CPU, and this machine has "
             f"{torch.cuda.device_count()} CUDA device(s): hide them with CUDA_VISIBLE_DEVICES='' or pass allow_cuda=True"
         )
-    log = RebindingLog()
+    log, mode = RebindingLog(), _CudaToCpu()
     try:
         _send_cuda_to_cpu(log)
+        _keep_mode_in_backward(log, mode)
         _stand_in_for_packages(log)
     except BaseException:
         log.undo()
         raise
-    _log, _mode = log, _CudaToCpu()
-    _mode.__enter__()
+    _log, _mode = log, mode
+    mode.__enter__()
 
 
 def disable() -> None:
@@ -145,6 +147,22 @@ def _send_cuda_to_cpu(log: RebindingLog) -> None:
     log.rebind(cuda.nvtx, "range_pop", lambda: None, profiler)
 
 
+def _keep_mode_in_backward(log: RebindingLog, mode: TorchFunctionMode) -> None:
+    run_backward = torch.autograd._engine_run_backward
+
+    @functools.wraps(run_backward)
+    def run_backward_in_mode(*args: Any, **kwargs: Any) -> Any:
+        with mode:
+            return run_backward(*args, **kwargs)
+
+    log.rebind(
+        torch.autograd,
+        "_engine_run_backward",
+        run_backward_in_mode,
+        "torch suspends function modes during backward, where checkpointed layers run forward again",
+    )
+
+
 def _stand_in_for_packages(log: RebindingLog) -> None:
     transformer = "megatron.core.transformer"
     mla = importlib.import_module(f"{transformer}.multi_latent_attention")
@@ -159,9 +177,13 @@ def _stand_in_for_packages(log: RebindingLog) -> None:
     if mla.HAVE_TE and importlib.util.find_spec("transformer_engine") is None:
         log.rebind(mla, "HAVE_TE", False, "0.16 takes the mock that replaces Transformer Engine for the package")
 
+    from megatron.core.transformer.transformer_config import MLATransformerConfig
+
     dsa = importlib.import_module(f"{transformer}.experimental_attention_variant.dsa")
     if dsa.hadamard_transform is None:
         log.rebind(dsa, "hadamard_transform", hadamard_transform, "fast_hadamard_transform builds for CUDA only")
+        if not hasattr(MLATransformerConfig, "dsa_indexer_rotate_activation"):
+            log.rebind(dsa, "rotate_activation", rotate_activation, "before 0.19 no switch turns the bf16-only rotation off")
 
 
 class _CudaToCpu(TorchFunctionMode):
