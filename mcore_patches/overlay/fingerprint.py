@@ -261,15 +261,24 @@ class Wheel:
 
     def modules(self) -> dict[str, str]:
         """Dotted name of every module that the wheel installs as source -> its member."""
-        found = {}
+        found: dict[str, str] = {}
         for member in self.members:
             stem, extension = os.path.splitext(member)
             parts = stem.split("/")
-            if parts[-1] == "__init__":
-                parts = parts[:-1]
-            if extension == ".py" and parts and all(part.isidentifier() for part in parts):
-                found[".".join(parts)] = member
+            package = parts[-1] == "__init__"
+            parts = parts[:-1] if package else parts
+            name = ".".join(parts)
+            # Of x.py and x/__init__.py an import takes the package.
+            if extension == ".py" and parts and all(map(str.isidentifier, parts)) and (package or name not in found):
+                found[name] = member
         return found
+
+    def member(self, module: str) -> str:
+        """The member that holds a module. Raises WheelError where the wheel has no such module."""
+        member = self.modules().get(module)
+        if member is None:
+            raise WheelError(self.path, f"it has no module {module!r}", "a module of the wheel, see `modules()`")
+        return member
 
 
 def read_wheel(path: StrPath, distribution: str = "megatron-core") -> Wheel:

@@ -64,6 +64,9 @@ def parse(text: str) -> Parsed:
 
     if not isinstance(text, str):
         raise VersionError(text, f"is of type {type(text).__name__}")
+    if not text.isascii():
+        # packaging 24.2 ignores case, and so takes a long s or a Kelvin sign for a letter; 26.4 does not.
+        raise VersionError(text, "is not a PEP 440 version")
     try:
         version = Version(text)
     except ValueError:  # InvalidVersion, or a number with more digits than int() takes
