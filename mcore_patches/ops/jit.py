@@ -1,0 +1,129 @@
+"""One place where TileLang kernels are built: once per key, under a lock, and never again for another sequence length.
+
+Builders take every length that may change between calls as a dynamic symbol, so a key holds only what shapes the code:
+widths, tile sizes, flags. What does not compile is remembered with its reason, so that an op can decline instead of
+compiling and failing again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+Key = tuple[Any, ...]
+
+
+class KernelBuildError(RuntimeError):
+    """A kernel did not compile. The text carries the compiler's last lines."""
+
+
+@dataclass
+class BuildLog:
+    """What a cache has built: seconds by key, and the reason of each key that did not compile."""
+
+    seconds: dict[Key, float] = field(default_factory=dict)
+    failures: dict[Key, str] = field(default_factory=dict)
+
+
+class KernelCache:
+    """Compiled kernels by key, safe to share between threads.
+
+    Two threads that ask for one key build it once; different keys may build at the same time.
+    """
+
+    def __init__(self) -> None:
+        self._kernels: dict[Key, Any] = {}
+        self._key_locks: dict[Key, threading.Lock] = {}
+        self._lock = threading.Lock()
+        self.log = BuildLog()
+
+    @property
+    def builds(self) -> int:
+        """How many kernels this cache has compiled, failures included."""
+        return len(self.log.seconds) + len(self.log.failures)
+
+    def get(self, key: Key, build: Callable[[], Any]) -> Any:
+        """The kernel for `key`, from `build()` on the first call.
+
+        Raises:
+            KernelBuildError: `build` failed, now or on an earlier call; it is not tried again.
+        """
+        kernel = self._kernels.get(key)
+        if kernel is not None:
+            return kernel
+        with self._lock:
+            key_lock = self._key_locks.setdefault(key, threading.Lock())
+        with key_lock:
+            kernel = self._kernels.get(key)
+            if kernel is not None:
+                return kernel
+            if key in self.log.failures:
+                raise KernelBuildError(self.log.failures[key])
+            started = time.perf_counter()
+            try:
+                kernel = build()
+            except Exception as error:
+                reason = f"{_spell(key)} does not compile: {_last_line(error)}"
+                self.log.failures[key] = reason
+                raise KernelBuildError(reason) from error
+            self.log.seconds[key] = time.perf_counter() - started
+            self._kernels[key] = kernel
+            return kernel
+
+    def failure(self, key: Key) -> str | None:
+        """Why `key` did not compile, or None if it did or was never asked for."""
+        return self.log.failures.get(key)
+
+    def clear(self) -> None:
+        """Forget every kernel, failure and count."""
+        with self._lock:
+            self._kernels.clear()
+            self._key_locks.clear()
+            self.log = BuildLog()
+
+
+def _spell(key: Key) -> str:
+    return "/".join(str(part) for part in key)
+
+
+def _last_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[-1] if lines else type(error).__name__
+
+
+def compile_kernel(key: Key, function: Any, *, arch: str, pass_configs: Mapping[Any, Any]) -> Any:
+    """Compile a TileLang prim_func for one CUDA architecture ("sm_90a"), one process of this host at a time for each key.
+
+    TileLang keeps compiled kernels on disk, so of several ranks on one host the first compiles and the others load.
+    """
+    import tilelang
+
+    with host_lock(_spell(key)):
+        return tilelang.compile(
+            function, out_idx=None, target={"kind": "cuda", "arch": arch}, pass_configs=dict(pass_configs)
+        )
+
+
+@contextlib.contextmanager
+def host_lock(name: str) -> Iterator[None]:
+    """Hold a lock shared by all processes of this user on this host, released even if its holder dies."""
+    digest = hashlib.sha256(name.encode()).hexdigest()[:16]
+    path = Path(tempfile.gettempdir()) / f"mcore_patches-{os.getuid()}-{digest}.lock"
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+CACHE = KernelCache()

@@ -1,0 +1,194 @@
+"""Hopper forward of sparse MLA: four warp groups, one query row and 64 heads a block."""
+
+from __future__ import annotations
+
+import tilelang
+import tilelang.language as T
+
+LOG2E = 1.4426950408889634
+LN2 = 0.6931471805599453
+
+HEADS_PER_BLOCK = 64  # the M of one wgmma
+KEYS_PER_BLOCK = 64
+STAGES = 2
+RESCALE_THRESHOLD = 8.0  # the running maximum follows only when it grows by a factor of 2**8
+
+PASS_CONFIGS = {
+    tilelang.PassConfigKey.TL_ENABLE_FAST_MATH: True,
+    tilelang.PassConfigKey.TL_DISABLE_WARP_SPECIALIZED: True,
+    tilelang.PassConfigKey.TL_DISABLE_THREAD_STORAGE_SYNC: True,
+}
+
+
+def forward_kernel(width: int, value_width: int):
+    """Builds the prim_func of the forward for one head width (multiple of 64) and a value width of 512."""
+    batch, rows, heads, keys, topk = (T.dynamic(n) for n in ("batch", "rows", "heads", "keys", "topk"))
+    HB, KB = HEADS_PER_BLOCK, KEYS_PER_BLOCK
+    half = value_width // 2
+    dtype, accum = T.bfloat16, T.float32
+
+    @T.prim_func
+    def sparse_mla_forward(
+        Q: T.Tensor([batch, rows, heads, width], dtype),
+        KV: T.Tensor([batch, keys, width], dtype),
+        Indices: T.Tensor([batch, rows, topk], T.int32),
+        scale: T.float32,
+        Out: T.Tensor([batch, rows, heads, value_width], dtype),
+        Lse: T.Tensor([batch, rows, heads], accum),
+    ):
+        with T.Kernel(rows * T.ceildiv(heads, HB), batch, threads=512) as (x, b):
+            q_shared = T.alloc_shared([HB, width], dtype)
+            kv_shared = T.alloc_shared([STAGES, KB, width], dtype)
+            p_shared = T.alloc_shared([HB, KB], dtype)
+            valid = T.alloc_shared([STAGES, KB], T.int32)
+            alpha_shared = T.alloc_shared([HB], accum)
+            norm_shared = T.alloc_shared([HB], accum)
+
+            score = T.alloc_fragment([HB, KB], accum)
+            row_max = T.alloc_fragment([HB], accum)
+            new_max = T.alloc_fragment([HB], accum)
+            row_sum = T.alloc_fragment([HB], accum)
+            block_sum = T.alloc_fragment([HB], accum)
+            alpha = T.alloc_fragment([HB], accum)
+            out_left0 = T.alloc_fragment([HB, half // 2], accum)
+            out_left1 = T.alloc_fragment([HB, half // 2], accum)
+            out_right0 = T.alloc_fragment([HB, half // 2], accum)
+            out_right1 = T.alloc_fragment([HB, half // 2], accum)
+
+            q_ready = T.alloc_barrier(arrive_count=128)
+            kv_ready = T.alloc_barrier(arrive_count=[256] * STAGES)
+            kv_free = T.alloc_barrier(arrive_count=[256] * STAGES)
+            p_ready = T.alloc_barrier(arrive_count=128)
+            p_free = T.alloc_barrier(arrive_count=256)
+
+            blocks = T.ceildiv(topk, KB)
+            head_blocks = T.ceildiv(heads, HB)
+            row = T.alloc_var(T.int32, init=T.truncdiv(x, head_blocks))
+            h0 = T.alloc_var(T.int32, init=T.truncmod(x, head_blocks) * HB)
+            log2_scale = scale * LOG2E
+            tx = T.get_thread_binding()
+
+            if tx < 128:
+                T.set_max_nreg(104, 0)
+                T.tma_copy(Q[b, row, h0 : h0 + HB, :], q_shared, barrier=q_ready)
+                T.barrier_arrive(q_ready)
+                T.fill(row_sum, 0)
+                T.fill(row_max, -(2.0**30))
+                T.barrier_wait(q_ready, 0)
+                for i in T.serial(blocks):
+                    stage = i % STAGES
+                    T.barrier_wait(kv_ready[stage], (i // STAGES) & 1)
+                    for h, k in T.Parallel(HB, KB):
+                        score[h, k] = T.if_then_else(valid[stage, k] != 0, 0.0, -T.infinity(accum))
+                    T.wgmma_gemm(q_shared, kv_shared[stage, :, :], score, transpose_B=True)
+                    T.wait_wgmma(0)
+                    T.reduce_max(score, new_max, dim=1, clear=True)
+                    for h in T.Parallel(HB):
+                        new_max[h] = T.if_then_else(
+                            (new_max[h] - row_max[h]) * log2_scale > RESCALE_THRESHOLD, new_max[h], row_max[h]
+                        )
+                        alpha[h] = T.exp2((row_max[h] - new_max[h]) * log2_scale)
+                        row_max[h] = new_max[h]
+                    for h, k in T.Parallel(HB, KB):
+                        score[h, k] = T.exp2(score[h, k] * log2_scale - row_max[h] * log2_scale)
+                    T.reduce_sum(score, block_sum, dim=1)
+                    for h in T.Parallel(HB):
+                        row_sum[h] = row_sum[h] * alpha[h] + block_sum[h]
+                    T.barrier_wait(p_free, (i & 1) ^ 1)
+                    T.copy(alpha, alpha_shared)
+                    T.copy(score, p_shared)
+                    T.fence_proxy_async()
+                    T.barrier_arrive(p_ready)
+                T.barrier_wait(p_free, (blocks & 1) ^ 1)
+                for h in T.Parallel(HB):
+                    norm_shared[h] = T.if_then_else(row_sum[h] > 0, 1.0 / row_sum[h], 0.0)
+                T.barrier_arrive(p_ready)
+                for h in T.Parallel(HB):
+                    row_sum[h] = T.if_then_else(
+                        row_sum[h] > 0, T.log2(row_sum[h]) * LN2 + row_max[h] * scale, -T.infinity(accum)
+                    )
+                T.copy(row_sum, Lse[b, row, h0 : h0 + HB])
+            elif tx >= 128 and tx < 256:
+                T.set_max_nreg(168, 1)
+                T.fill(out_left0, 0)
+                T.fill(out_left1, 0)
+                for i in T.serial(blocks):
+                    stage = i % STAGES
+                    T.barrier_wait(p_ready, i & 1)
+                    if T.any_sync(alpha_shared[(tx - 128) // 32 * 16 + tx % 16] != 1.0) != 0:
+                        for h, d in T.Parallel(HB, half // 2):
+                            out_left0[h, d] *= alpha_shared[h]
+                            out_left1[h, d] *= alpha_shared[h]
+                    T.wgmma_gemm(p_shared, kv_shared[stage, :, 0 : half // 2], out_left0)
+                    T.wgmma_gemm(p_shared, kv_shared[stage, :, half // 2 : half], out_left1)
+                    T.wait_wgmma(0)
+                    T.barrier_arrive(kv_free[stage])
+                    T.barrier_arrive(p_free)
+                T.barrier_wait(p_ready, blocks & 1)
+                for h, d in T.Parallel(HB, half // 2):
+                    out_left0[h, d] *= norm_shared[h]
+                    out_left1[h, d] *= norm_shared[h]
+                T.copy(out_left0, q_shared[:, 0 : half // 2])
+                T.copy(out_left1, q_shared[:, half // 2 : half])
+                T.fence_proxy_async()
+                T.sync_threads(1, 128)
+                T.copy(q_shared[:, :half], Out[b, row, h0 : h0 + HB, :half])
+            elif tx >= 256 and tx < 384:
+                T.set_max_nreg(168, 1)
+                T.fill(out_right0, 0)
+                T.fill(out_right1, 0)
+                for i in T.serial(blocks):
+                    stage = i % STAGES
+                    T.barrier_wait(p_ready, i & 1)
+                    if T.any_sync(alpha_shared[(tx - 256) // 32 * 16 + tx % 16] != 1.0) != 0:
+                        for h, d in T.Parallel(HB, half // 2):
+                            out_right0[h, d] *= alpha_shared[h]
+                            out_right1[h, d] *= alpha_shared[h]
+                    T.wgmma_gemm(p_shared, kv_shared[stage, :, half : half + half // 2], out_right0)
+                    T.wgmma_gemm(p_shared, kv_shared[stage, :, half + half // 2 : value_width], out_right1)
+                    T.wait_wgmma(0)
+                    T.barrier_arrive(kv_free[stage])
+                    T.barrier_arrive(p_free)
+                T.barrier_wait(p_ready, blocks & 1)
+                for h, d in T.Parallel(HB, half // 2):
+                    out_right0[h, d] *= norm_shared[h]
+                    out_right1[h, d] *= norm_shared[h]
+                T.copy(out_right0, q_shared[:, half : half + half // 2])
+                T.copy(out_right1, q_shared[:, half + half // 2 : value_width])
+                T.fence_proxy_async()
+                T.sync_threads(2, 128)
+                T.copy(q_shared[:, half:value_width], Out[b, row, h0 : h0 + HB, half:value_width])
+            else:
+                T.set_max_nreg(72, 0)
+                ids = T.alloc_local([4], T.int32)
+                lane = tx - 384
+                for r in T.unroll(4):
+                    k = r * 16 + lane // 8
+                    ids[r] = -1
+                    if k < topk:
+                        ids[r] = Indices[b, row, k]
+                for i in T.serial(blocks):
+                    stage = i % STAGES
+                    T.barrier_wait(kv_free[stage], ((i // STAGES) & 1) ^ 1)
+                    for r in T.unroll(4):
+                        slot = r * 16 + lane // 8
+                        inside = (ids[r] >= 0) and (ids[r] < keys)
+                        if lane % 8 == 0:
+                            valid[stage, slot] = T.cast(inside, T.int32)
+                        key = T.if_then_else(inside, ids[r], 0)
+                        for u in T.unroll(width // 64):
+                            T.ptx_cp_async(
+                                T.access_ptr(kv_shared[stage, slot, 64 * u + lane % 8 * 8], "w", 8),
+                                T.access_ptr(KV[b, key, 64 * u + lane % 8 * 8], "r", 8),
+                                8,
+                                inside,
+                            )
+                    T.cp_async_barrier_noinc(kv_ready[stage])
+                    T.barrier_arrive(kv_ready[stage])
+                    for r in T.unroll(4):
+                        k = (i + 1) * KB + r * 16 + lane // 8
+                        ids[r] = -1
+                        if k < topk:
+                            ids[r] = Indices[b, row, k]
+
+    return sparse_mla_forward
