@@ -13,6 +13,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import torch
@@ -97,6 +98,7 @@ def check_forward(
         [1, 3, 4, 41, 7, 130, 2, 400, 61, 33], 16, ratio, heads, kv_heads, dim, seed=int(time.time()) % 2**20
     )
     k[-3:] = v[-3:] = float("nan")
+    q[pos < 0] = float("nan")
     scale = dim**-0.5
     plan = kernels.make_plan(ids, pos, start, ratio, tiles, limit=int(share * (ids.shape[1] + 1)))
     out, lse = kernels.forward(q, k, v, ids, pos, start, scale, ratio, tiles=tiles, plan=plan)
@@ -105,9 +107,8 @@ def check_forward(
         q.double(), k.double(), v.double(), ids, pos, start, scale=scale, block_size=ratio
     )
     shared = float((plan.count >= 0).float().mean())
-    note(
-        f"check {label} share<={share}: tiles shared {shared:.2f} {worst('out', out, want_out)} {worst('lse', lse, want_lse)}"
-    )
+    errors = f"{worst('out', out, want_out)} {worst('lse', lse, want_lse)}"
+    note(f"check {label} share<={share}: tiles shared {shared:.2f} {errors}")
     again, _ = kernels.forward(q, k, v, ids, pos, start, scale, ratio, tiles=tiles, plan=plan)
     if not torch.equal(out, again):
         note(f"check {label}: two runs differ")
@@ -161,8 +162,8 @@ def time_forward(tokens: int, kind: str, dense: float, variants: dict[str, tuple
         shared = plan.count >= 0
         load = float(plan.count.clamp(min=0).sum() / shared.sum().clamp(min=1) / (TOPK + 1))
         note(
-            f"  {name:<14} share<={share:<4} shared {float(shared.float().mean()):.2f} of load {load:.2f}: plan {plan_ms:.2f} ms,"
-            f" forward {ms:.2f} ms, together {(ms + plan_ms) / dense:.3f} of dense"
+            f"  {name:<8} share<={share:<4} shared {float(shared.float().mean()):.2f} of load {load:.2f}:"
+            f" plan {plan_ms:.2f} ms, forward {ms:.2f} ms, together {(ms + plan_ms) / dense:.3f} of dense"
         )
 
     for name, (tiles, shares) in variants.items():
@@ -171,7 +172,7 @@ def time_forward(tokens: int, kind: str, dense: float, variants: dict[str, tuple
 
 
 def inverse_gather(tokens: int, group_blocks: int) -> None:
-    """Rate at which the rows that picked one of `group_blocks` neighbouring blocks can be read: the floor of dK and dV."""
+    """Rate of reading the rows that picked one of `group_blocks` neighbouring blocks: the floor of dK and dV."""
     from gpu_ci.kernels.gather_rows import build, kernel_source_bytes
 
     ids = block_selection(tokens, "random", topk=TOPK, block_size=RATIO)
@@ -186,9 +187,25 @@ def inverse_gather(tokens: int, group_blocks: int) -> None:
     kernel = build(HEADS, KV_HEADS, DIM)
     ms = milliseconds(lambda: kernel(q, do, rows, bounds, sink), 3)
     moved = len(rows) * kernel_source_bytes(HEADS, DIM)
-    note(
-        f"gather Q,dO T {tokens} blocks {group_blocks}: {ms:.1f} ms, {len(rows) / 1e6:.1f} M rows, {moved / ms / 1e9:.2f} TB/s"
-    )
+    rate = f"{len(rows) / 1e6:.1f} M rows, {moved / ms / 1e9:.2f} TB/s"
+    note(f"gather Q,dO T {tokens} blocks {group_blocks}: {ms:.1f} ms, {rate}")
+
+
+def build_ahead(cases: list[tuple[int, int, int, int, int, kernels.Tiles]]) -> None:
+    """Compile at once what the checks and timings need; failures show again, with their case, when it runs."""
+    arch = "sm_90a"
+    jobs = []
+    for heads, kv_heads, dim, topk, ratio, tiles in cases:
+        shape = (heads, kv_heads, dim, torch.bfloat16, topk, ratio, tiles, arch)
+        jobs += [
+            lambda t=topk, r=ratio, ts=tiles: kernels.plan_kernel(t, r, ts, arch),
+            lambda s=shape: kernels.union_forward_kernel(*s),
+            lambda s=shape: kernels.row_forward_kernel(*s),
+        ]
+    with ThreadPoolExecutor(8) as pool:
+        for outcome in [pool.submit(job) for job in jobs]:
+            if outcome.exception() is not None:
+                note(f"FAILED build: {str(outcome.exception())[:300]}")
 
 
 def main() -> None:
@@ -198,27 +215,36 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.backends.cuda.matmul.allow_tf32 = False
     base = kernels.choose_tiles(HEADS, KV_HEADS)
-    for label, tiles, heads, kv_heads, dim, ratio in (
-        ("H24-2 D256 r4", base, 24, 2, 256, 4),
-        ("H24-2 D256 r4 k1v1", replace(base, k_stages=1, v_stages=1, blocks_per_sm=3), 24, 2, 256, 4),
-        ("H8-2 D128 r2", kernels.choose_tiles(8, 2), 8, 2, 128, 2),
-    ):
-        for share in (0.0, 3.0, 100.0):
-            roomy = replace(tiles, share=20.0)
+    checks = [
+        ("H24-2 D256 r4", replace(base, share=20.0), 24, 2, 256, 4),
+        ("H24-2 D256 r4 k1v1", replace(base, share=20.0, k_stages=1, v_stages=1, blocks_per_sm=3), 24, 2, 256, 4),
+        ("H8-2 D128 r2", replace(kernels.choose_tiles(8, 2), share=20.0), 8, 2, 128, 2),
+    ]
+    roomy = replace(base, share=7.0)
+    timed = [
+        roomy,
+        replace(roomy, k_stages=1, v_stages=1, blocks_per_sm=3),
+        replace(roomy, k_stages=3, v_stages=3, blocks_per_sm=1),
+    ]
+    cases = [(h, g, d, 16, r, t) for _, t, h, g, d, r in checks]
+    if not arguments.check:
+        cases += [(HEADS, KV_HEADS, DIM, TOPK, RATIO, t) for t in timed]
+    attempt("build", lambda: build_ahead(cases))
+    for label, tiles, heads, kv_heads, dim, ratio in checks:
+        for share in (0.0, 3.0, 20.0):
             attempt(
                 f"check {label} {share}",
-                lambda t=roomy, s=share, a=(heads, kv_heads, dim, ratio), n=label: check_forward(n, t, s, *a),
+                lambda n=label, t=tiles, s=share, a=(heads, kv_heads, dim, ratio): check_forward(n, t, s, *a),
             )
     if not arguments.check:
-        roomy = replace(base, share=7.0)
         for tokens in arguments.tokens:
             dense = dense_forward(tokens)
             note(f"T {tokens}: dense cuDNN forward {dense:.2f} ms")
             main_shares = [4.0] if tokens != 65536 else [0.0, 4.0, 6.0]
             random_variants = {"k2v1x2": (roomy, main_shares)}
             if tokens == 65536:
-                random_variants["k1v1x3"] = (replace(roomy, k_stages=1, v_stages=1, blocks_per_sm=3), [4.0])
-                random_variants["k3v3x1"] = (replace(roomy, k_stages=3, v_stages=3, blocks_per_sm=1), [4.0])
+                random_variants["k1v1x3"] = (timed[1], [4.0])
+                random_variants["k3v3x1"] = (timed[2], [4.0])
             time_forward(tokens, "random", dense, random_variants)
             time_forward(tokens, "correlated", dense, {"k2v1x2": (roomy, [4.0])})
         for blocks in (1, 4):
