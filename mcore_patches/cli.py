@@ -42,17 +42,28 @@ def _parser() -> argparse.ArgumentParser:
         return sub
 
     command("status", "say for each patch what apply_patches() would do on the installed release", _status)
-    sub = command("apply", "what apply_patches() would do; patches live in a process, so only --dry-run makes sense here", _apply)
+    sub = command(
+        "apply", "what apply_patches() would do; patches live in a process, so only --dry-run makes sense here", _apply
+    )
     sub.add_argument("--dry-run", action="store_true", required=True, help="change nothing (required)")
-    sub.add_argument("--strict", action="store_true", default=None, help="exit with 1 and the reason when a patch is in an error state")
+    sub.add_argument(
+        "--strict",
+        action="store_true",
+        default=None,
+        help="exit with 1 and the reason when a patch is in an error state",
+    )
     sub.add_argument("--force", action="append", default=[], metavar="ID", help="as apply_patches(force=...)")
     sub.add_argument("--exclude", action="append", default=[], metavar="ID", help="as apply_patches(exclude=...)")
     sub.add_argument("ids", nargs="*", metavar="ID", help="patches; all when none is named")
     command("doctor", "examine the environment", _doctor)
-    sub = command("fingerprint", "fingerprints of every target in a megatron-core wheel, without importing it", _fingerprint)
+    sub = command(
+        "fingerprint", "fingerprints of every target in a megatron-core wheel, without importing it", _fingerprint
+    )
     sub.add_argument("wheel", metavar="WHEEL", help="path of a megatron_core-*.whl file")
     sub = command("demo", "train a tiny model on whatever device there is, without and with a patch", _demo)
-    sub.add_argument("name", nargs="?", default="sparse_mla_nope", metavar="NAME", help="which demo; default %(default)s")
+    sub.add_argument(
+        "name", nargs="?", default="sparse_mla_nope", metavar="NAME", help="which demo; default %(default)s"
+    )
     sub.add_argument("--out", default="demo-output", metavar="DIR", help="where the PNG goes; default %(default)s")
     sub.add_argument("--steps", type=int, default=None, metavar="N", help="training steps; each demo has its default")
     return parser

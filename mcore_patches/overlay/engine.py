@@ -202,7 +202,11 @@ class Engine:
     def _targets(entry_or_patch: Entry | Patch, found: Installed | None) -> list[Any]:
         patch = entry_or_patch.patch if isinstance(entry_or_patch, Entry) else entry_or_patch
         release = found.release if found else None
-        return [t for t in (patch.targets if patch else ()) if t.releases is None or release is None or release in t.releases]
+        return [
+            t
+            for t in (patch.targets if patch else ())
+            if t.releases is None or release is None or release in t.releases
+        ]
 
     # Deciding --------------------------------------------------------------------------------------------------------
 
@@ -210,7 +214,11 @@ class Engine:
         """Import targets whose text is not known, outside the lock: an import in another thread may be waiting for us."""
         for patch in patches:
             sites = [Site(t) for t in self._targets(patch, found)]
-            if patch.probe is None or any(s.absent or s.broken for s in sites) or {s.verdict for s in sites} <= {"needs"}:
+            if (
+                patch.probe is None
+                or any(s.absent or s.broken for s in sites)
+                or {s.verdict for s in sites} <= {"needs"}
+            ):
                 continue
             if all(s.verdict == "fixed" for s in sites):
                 continue
@@ -239,7 +247,9 @@ class Engine:
         if missing := [m for m in (s.missing_live() for s in sites) if m]:
             return Decision(State.TARGET_ABSENT, "; ".join(missing), sites)
         if foreign := [f for f in (s.foreign() for s in sites) if f]:
-            return Decision(State.CONFLICT, "; ".join(foreign) + "; another tool has changed it, or the file was replaced", sites)
+            return Decision(
+                State.CONFLICT, "; ".join(foreign) + "; another tool has changed it, or the file was replaced", sites
+            )
         decision = self._decide_by_text(patch, sites, forced)
         return decision if decision.state is not State.APPLIED else self._decide_by_surroundings(patch, decision)
 
@@ -248,14 +258,20 @@ class Engine:
         if all(v == "needs" for v in verdicts):
             return Decision(State.APPLIED, "", sites)
         if all(v == "fixed" for v in verdicts):
-            return Decision(State.UPSTREAM_FIXED, f"this release has it ({patch.upstream}); the patch can be deleted", sites)
+            return Decision(
+                State.UPSTREAM_FIXED, f"this release has it ({patch.upstream}); the patch can be deleted", sites
+            )
         parts = []
         for s, v in zip(sites, verdicts, strict=True):
             if v != "needs":
                 mark = f"has the fingerprint {s.fingerprint[:12]}" if v == "unknown" and s.fingerprint else f"is {v}"
                 parts.append(f"{s.target.qualname} ({s.file}:{s.line}) {mark}")
         text = "text that is not known: " + "; ".join(parts)
-        failed = [self._import_errors[s.module_name] for s in sites if s.module_name in self._import_errors and s.module is None]
+        failed = [
+            self._import_errors[s.module_name]
+            for s in sites
+            if s.module_name in self._import_errors and s.module is None
+        ]
         if failed:
             return Decision(State.IMPORT_FAILED, "; ".join(failed), sites)
         if patch.probe is not None and all(s.module is not None for s in sites):
@@ -276,13 +292,25 @@ class Engine:
     def _decide_by_surroundings(self, patch: Patch, decision: Decision) -> Decision:
         in_place = self._ids_in_place()
         if unmet := [i for i in patch.needs_patches if i not in in_place and not self._is_upstream(i)]:
-            return replace(decision, state=State.NEEDS_UNMET, reason=f"needs the patches {', '.join(unmet)}, which are not in place")
+            return replace(
+                decision,
+                state=State.NEEDS_UNMET,
+                reason=f"needs the patches {', '.join(unmet)}, which are not in place",
+            )
         if unmet := [p for p in patch.needs_packages if p not in sys.modules and importlib.util.find_spec(p) is None]:
-            return replace(decision, state=State.NEEDS_UNMET, reason=f"needs the packages {', '.join(unmet)}, which are not installed")
+            return replace(
+                decision,
+                state=State.NEEDS_UNMET,
+                reason=f"needs the packages {', '.join(unmet)}, which are not installed",
+            )
         clash = [i for i in in_place if i in patch.conflicts]
-        clash += [i for i in in_place if (p := self.registry.entries[i].patch) and patch.id in p.conflicts and i not in clash]
+        clash += [
+            i for i in in_place if (p := self.registry.entries[i].patch) and patch.id in p.conflicts and i not in clash
+        ]
         if clash:
-            return replace(decision, state=State.CONFLICT, reason=f"cannot be combined with {', '.join(clash)}, which is in place")
+            return replace(
+                decision, state=State.CONFLICT, reason=f"cannot be combined with {', '.join(clash)}, which is in place"
+            )
         if not patch.late_safe and (live := _live_instances(patch.instances_of)):
             reason = f"{live} exists already; call apply_patches() before the model is built"
             return replace(decision, state=State.TOO_LATE, reason=reason)
@@ -364,7 +392,9 @@ class Engine:
             site = Site(target)
             stack = site.stack
             if stack is not None and patch.id in stack.ids:
-                site.set_layers(tuple(x for x in stack.layers if x.patch_id != patch.id), self._counters, settings.prefixes())
+                site.set_layers(
+                    tuple(x for x in stack.layers if x.patch_id != patch.id), self._counters, settings.prefixes()
+                )
 
     def _hook(self, module: str) -> None:
         if module in self._hooked:
@@ -409,7 +439,9 @@ class Engine:
 
     def _status_row(self, entry: Entry, found: Installed | None, forced: bool = False) -> Row:
         if entry.patch is None:
-            return self._row(entry, Decision(State.IMPORT_FAILED, entry.error or ""), State.IMPORT_FAILED, entry.error or "")
+            return self._row(
+                entry, Decision(State.IMPORT_FAILED, entry.error or ""), State.IMPORT_FAILED, entry.error or ""
+            )
         forced = forced or entry.id in settings.force(self.registry.entries)
         decision = self._decide(entry.patch, found, forced)
         if decision.state is State.ALREADY_APPLIED:
@@ -418,7 +450,9 @@ class Engine:
         if entry.id in self._pending and decision.state in (State.APPLIED, State.TOO_LATE):
             waiting = sorted(self._pending[entry.id].waiting)
             placed = [s.target.qualname for s in decision.sites if s.stack and entry.id in s.stack.ids]
-            reason = f"waits for the import of {', '.join(waiting)}" + (f"; in place on {', '.join(placed)}" if placed else "")
+            reason = f"waits for the import of {', '.join(waiting)}" + (
+                f"; in place on {', '.join(placed)}" if placed else ""
+            )
             return self._row(entry, decision, State.PENDING, "; ".join(filter(None, (reason, decision.reason))))
         if entry.id in self._failed and decision.state is State.APPLIED:
             state, reason = self._failed[entry.id]
@@ -472,7 +506,9 @@ class Engine:
                 "source": found.source,
                 "metadata": found.metadata_text,
             }
-        warnings = found.warnings if found else ("megatron-core was not found; install it, or put its folder on PYTHONPATH",)
+        warnings = (
+            found.warnings if found else ("megatron-core was not found; install it, or put its folder on PYTHONPATH",)
+        )
         return Report(tuple(rows), megatron, platform.python_version(), self._overlay_version, warnings)
 
     @staticmethod

@@ -109,7 +109,9 @@ def _init(original: Callable[..., None], new: Sequence[ConfigField]) -> Callable
     signature = inspect.signature(original)
     parameters = list(signature.parameters.values())
     tail = [parameters.pop()] if parameters and parameters[-1].kind is inspect.Parameter.VAR_KEYWORD else []
-    extra = [inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default, annotation=f.type) for f in new]
+    extra = [
+        inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default, annotation=f.type) for f in new
+    ]
     __init__.__signature__ = signature.replace(parameters=[*parameters, *extra, *tail])  # type: ignore[attr-defined]
     return __init__
 

@@ -146,4 +146,6 @@ def _targets(engine: Engine) -> Iterator[Check]:
                     yield Check(row.id, "error", detail)
     for row in engine.status():
         state = row.decision or row.state
-        yield Check(row.id, "error" if state in ERRORS else "ok", f"{row.state}: {row.reason}" if row.reason else str(row.state))
+        yield Check(
+            row.id, "error" if state in ERRORS else "ok", f"{row.state}: {row.reason}" if row.reason else str(row.state)
+        )

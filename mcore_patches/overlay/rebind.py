@@ -26,7 +26,9 @@ def covered(module_name: str, prefixes: Collection[str]) -> bool:
     return any(module_name == p or module_name.startswith(p + ".") for p in prefixes)
 
 
-def rebind(originals: Collection[Any], ours: Collection[Any], new: Any, prefixes: Collection[str]) -> tuple[list[str], list[str]]:
+def rebind(
+    originals: Collection[Any], ours: Collection[Any], new: Any, prefixes: Collection[str]
+) -> tuple[list[str], list[str]]:
     """Point every module-level name that holds one of `originals` or `ours` at `new`.
 
     Names of `originals` are changed only in modules under `prefixes`; names of `ours` (earlier replacements) everywhere,
@@ -75,11 +77,17 @@ def _describe(referrer: Any, original: Any, own: set[int]) -> str | None:
         return f"bound method of {type(referrer.__self__).__qualname__}"
     if isinstance(referrer, CellType):
         owners = [f for f in gc.get_referrers(referrer) if isinstance(f, tuple)]
-        functions = [f for t in owners for f in gc.get_referrers(t) if isinstance(f, FunctionType) and f.__closure__ is t]
+        functions = [
+            f for t in owners for f in gc.get_referrers(t) if isinstance(f, FunctionType) and f.__closure__ is t
+        ]
         names = sorted({_name(f) for f in functions if id(f) not in own and not _ours(f)})
         return f"closure of {', '.join(names)}" if names else None
     if isinstance(referrer, FunctionType):
-        return None if _ours(referrer) or referrer.__dict__.get("__wrapped__") is not original else f"wrapper {_name(referrer)}"
+        return (
+            None
+            if _ours(referrer) or referrer.__dict__.get("__wrapped__") is not original
+            else f"wrapper {_name(referrer)}"
+        )
     if isinstance(referrer, tuple):
         for holder in gc.get_referrers(referrer):
             if isinstance(holder, FunctionType) and not _ours(holder):

@@ -34,7 +34,9 @@ class Registry:
         self.entries: dict[str, Entry] = {}
         for entry in entries:
             if entry.id in self.entries:
-                raise OverlayError(f"two patches have the id {entry.id!r}: {self.entries[entry.id].source} and {entry.source}")
+                raise OverlayError(
+                    f"two patches have the id {entry.id!r}: {self.entries[entry.id].source} and {entry.source}"
+                )
             self.entries[entry.id] = entry
 
     @classmethod

@@ -102,7 +102,9 @@ class Report:
             lines.append(f"{r.id:<{width}}  {state}  {r.upstream}")
             lines += _wrapped("reason", r.reason)
             for t in r.targets:
-                lines += _wrapped("target", f"{t.name}: {t.before or 'not imported'}" + (f" -> {t.after}" if t.after else ""))
+                lines += _wrapped(
+                    "target", f"{t.name}: {t.before or 'not imported'}" + (f" -> {t.after}" if t.after else "")
+                )
                 if len(t.layers) > 1:
                     lines += _wrapped("layers", " < ".join(t.layers))
                 if t.rebound:
@@ -127,5 +129,10 @@ def _wrapped(label: str, text: str) -> list[str]:
         return []
     indent = "    "
     return textwrap.wrap(
-        f"{label}: {text}", 118, initial_indent=indent, subsequent_indent=indent + "  ", break_on_hyphens=False, break_long_words=False
+        f"{label}: {text}",
+        118,
+        initial_indent=indent,
+        subsequent_indent=indent + "  ",
+        break_on_hyphens=False,
+        break_long_words=False,
     )

@@ -94,7 +94,9 @@ class Site:
         if not isinstance(module, ModuleType):
             return None
         spec = vars(module).get("__spec__")
-        return None if spec is not None and getattr(spec, "_initializing", False) and not self._defined(module) else module
+        return (
+            None if spec is not None and getattr(spec, "_initializing", False) and not self._defined(module) else module
+        )
 
     def _defined(self, module: ModuleType) -> bool:
         return self.target.qualname.split(".")[0] in vars(module)
@@ -184,12 +186,16 @@ class Site:
 
     # Changing the live object ---------------------------------------------------------------------------------------
 
-    def set_layers(self, layers: tuple[Layer, ...], counters: Mapping[str, Counters], prefixes: tuple[str, ...]) -> None:
+    def set_layers(
+        self, layers: tuple[Layer, ...], counters: Mapping[str, Counters], prefixes: tuple[str, ...]
+    ) -> None:
         """Make exactly these layers lie on the target. No layers: the original is back, wherever a replacement went."""
         if isinstance(self.target, FieldsTarget):
             self._set_fields(layers)
             return
-        ordered = tuple(sorted(layers, key=lambda x: (x.target.level if isinstance(x.target, Target) else 0, x.patch_id)))
+        ordered = tuple(
+            sorted(layers, key=lambda x: (x.target.level if isinstance(x.target, Target) else 0, x.patch_id))
+        )
         old, current, original, raw = self.stack, self.current, self.original, self.raw
         assert self.module is not None
         new = original
@@ -218,7 +224,9 @@ class Site:
         for layer in layers:
             for f in _fields(layer):
                 if added[f.name] != f:
-                    raise OverlayError(f"patches {', '.join(x.patch_id for x in layers)} disagree on the field {f.name}")
+                    raise OverlayError(
+                        f"patches {', '.join(x.patch_id for x in layers)} disagree on the field {f.name}"
+                    )
         fields.install(cls, tuple(added.values()))
         if layers:
             setattr(cls, STACK, Stack(cls, layers))

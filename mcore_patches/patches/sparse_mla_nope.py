@@ -93,7 +93,9 @@ def build(below: Below) -> Callable[..., Any]:
             ids = pad(ids, (0, more_ids), value=-1)
         if not is_compiling():
             counters.hit("padded" if wider or more_ids or kernel_heads != heads else "kernel")
-        out, _ = kernel.apply(query_bshd.contiguous(), key_bshd.contiguous(), ids.unsqueeze(2).contiguous(), softmax_scale)
+        out, _ = kernel.apply(
+            query_bshd.contiguous(), key_bshd.contiguous(), ids.unsqueeze(2).contiguous(), softmax_scale
+        )
         return out[:, :, :heads].permute(1, 0, 2, 3).contiguous()
 
     return fused_sparse_mla_absorbed
