@@ -1,0 +1,114 @@
+"""Argument checks shared by the ops on packed rows. Errors name the op, the argument, its value and what is allowed.
+
+`check_*` on types, shapes, dtypes and devices look at no values and cost nothing on a GPU. The `verify_*` functions
+read values, so the host waits for the device; ops call them only with `checked=True`.
+"""
+
+import math
+from numbers import Real
+
+import torch
+from torch import Tensor
+
+from mcore_patches.ops.packing import complete_blocks
+
+FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+def check_tensor(
+    op: str,
+    name: str,
+    tensor: Tensor,
+    layout: str,
+    dtypes: tuple[torch.dtype, ...],
+    *,
+    device: torch.device | None = None,
+    sizes: dict[str, int] | None = None,
+) -> None:
+    """Fail unless `tensor` has one of `dtypes`, the rank of `layout` ("Tq, Hq, D") and the `sizes` of its names."""
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{op}: {name} must be a tensor [{layout}], got {type(tensor).__name__}")
+    if tensor.dtype not in dtypes:
+        allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        raise TypeError(f"{op}: {name} must be {allowed}, got {str(tensor.dtype).removeprefix('torch.')}")
+    axes = layout.split(", ")
+    wrong = tensor.dim() != len(axes) or any(
+        sizes is not None and axis in sizes and size != sizes[axis] for axis, size in zip(axes, tensor.shape)
+    )
+    if wrong:
+        known = [f"{axis}={sizes[axis]}" for axis in axes if sizes and axis in sizes]
+        where = f" with {', '.join(known)}" if known else ""
+        raise ValueError(f"{op}: {name} must be [{layout}]{where}, got {tuple(tensor.shape)}")
+    if device is not None and tensor.device != device:
+        raise ValueError(f"{op}: {name} must be on {device}, got {tensor.device}")
+
+
+def check_int(op: str, name: str, value: int, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{op}: {name} must be an int, got {value!r}")
+    if value < least:
+        raise ValueError(f"{op}: {name} must be at least {least}, got {value}")
+
+
+def check_scale(op: str, name: str, value: float) -> None:
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{op}: {name} must be a number, got {value!r}")
+    if not math.isfinite(value) or value <= 0:
+        raise ValueError(f"{op}: {name} must be finite and above 0, got {value!r}")
+
+
+def check_bool(op: str, name: str, value: bool) -> None:
+    if not isinstance(value, bool):
+        raise TypeError(f"{op}: {name} must be a bool, got {value!r}")
+
+
+def verify_positions(op: str, row_pos: Tensor) -> None:
+    """Every position is -1 (padding) or a position."""
+    _fail_at(op, row_pos < -1, "row_pos must be -1 or more", row_pos=row_pos)
+
+
+def verify_tokens(op: str, row_pos: Tensor, row_start: Tensor, num_tokens: int) -> None:
+    """All tokens up to each row's own lie in `k`."""
+    wrong = (row_pos >= 0) & ((row_start < 0) | (row_start.long() + row_pos >= num_tokens))
+    _fail_at(
+        op,
+        wrong,
+        f"row_start + row_pos must lie in k, which has {num_tokens} tokens",
+        row_start=row_start,
+        row_pos=row_pos,
+    )
+
+
+def verify_blocks(op: str, row_pos: Tensor, row_block_start: Tensor, num_blocks: int, ratio: int) -> None:
+    """All complete blocks of each row lie in `k_blocks`."""
+    blocks = complete_blocks(row_pos, ratio)
+    wrong = (blocks > 0) & ((row_block_start < 0) | (row_block_start.long() + blocks > num_blocks))
+    _fail_at(
+        op,
+        wrong,
+        f"row_block_start + (row_pos + 1) // {ratio} must not pass the end of k_blocks, which has {num_blocks} blocks",
+        row_block_start=row_block_start,
+        row_pos=row_pos,
+    )
+
+
+def verify_distinct(op: str, block_ids: Tensor, row_pos: Tensor, ratio: int) -> None:
+    """No row names one of its complete blocks twice."""
+    blocks = complete_blocks(row_pos, ratio)[:, None]
+    ids = torch.where((block_ids >= 0) & (block_ids < blocks), block_ids, -1).sort(dim=1).values
+    repeated = (ids[:, 1:] == ids[:, :-1]) & (ids[:, 1:] >= 0)
+    culprit = torch.where(repeated, ids[:, 1:], -1).amax(dim=1) if repeated.shape[1] else ids.new_full((len(ids),), -1)
+    _fail_at(op, culprit >= 0, "block_ids must be distinct within a row", repeated_id=culprit)
+
+
+def verify_not_nan(op: str, nan_rows: Tensor, what: str) -> None:
+    """`nan_rows` bool [T] is false everywhere."""
+    _fail_at(op, nan_rows, f"{what} must not be NaN")
+
+
+def _fail_at(op: str, wrong: Tensor, rule: str, **values: Tensor) -> None:
+    if not wrong.any():
+        return
+    row = int(wrong.int().argmax())
+    shown = "".join(f", {name}={int(value[row])}" for name, value in values.items())
+    raise ValueError(f"{op}: {rule}; {int(wrong.sum())} rows break it, the first is row {row}{shown}")
