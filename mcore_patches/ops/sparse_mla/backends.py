@@ -32,7 +32,8 @@ def resolve_backend(
     if backend in ("naive", "chunked"):
         return backend, "asked for by name"
     supported, reason = supports(q, kv, indices, v_channels=v_channels)
-    return resolve(OP, backend, (supported, reason)), reason
+    name = resolve(OP, backend, (supported, reason))
+    return name, "the kernels take these arguments" if supported else reason
 
 
 def supports(q: Tensor, kv: Tensor, indices: Tensor, *, v_channels: int = 512) -> tuple[bool, str]:
