@@ -132,6 +132,10 @@ def union_forward(
                         T.reduce_sum(scores, part, dim=1)
                         for i in T.Parallel(tile_rows):
                             row_sum[i] = row_sum[i] * alpha[i] + part[i]
+                        # This wait comes first because its loop keeps the assembler from moving the next one up, above
+                        # the exponentials that run beside the product of step t-1.
+                        if t + 1 < steps:
+                            T.barrier_wait(k_ready[following], ((t + 1) // stages) & 1)
                         T.wait_wgmma(0)
                         if t > 0:
                             T.barrier_arrive(v_free[(t - 1) % stages])
@@ -140,8 +144,6 @@ def union_forward(
                             acc[i, d] *= alpha[i]
                         # Past the last step the scores of a stale buffer are computed and dropped: a branch around an
                         # asynchronous product would make the assembler serialise them all.
-                        if t + 1 < steps:
-                            T.barrier_wait(k_ready[following], ((t + 1) // stages) & 1)
                         T.wgmma_gemm(
                             q_shared,
                             k_shared[following, :, :],
