@@ -52,8 +52,8 @@ def reference(query, key, ids, scale):
     keep.scatter_(2, torch.where((ids >= 0) & (ids < skv), ids, skv).long(), True)
     keep = keep[..., :skv].unsqueeze(1)
     scores = torch.einsum("sbhd,tbd->bhst", q, k[:, :, 0]) * scale
-    top = scores.masked_fill(~keep, float("-inf")).amax(-1, keepdim=True).clamp_min(-1e30)
-    weights = (scores - top).exp() * keep
+    scores = scores.masked_fill(~keep, float("-inf"))
+    weights = (scores - scores.detach().amax(-1, keepdim=True).clamp_min(-1e30)).exp()
     weights = weights / weights.sum(-1, keepdim=True).clamp_min(1e-30)
     return q, k, torch.einsum("bhst,tbd->sbhd", weights, k[:, :, 0, :DV])
 

@@ -108,9 +108,9 @@ def valid_ids(topk_indices: torch.Tensor, skv: int) -> torch.Tensor:
     """
     import torch
 
-    # Before the cast: an int64 id of 2**32 must not become 0. threshold and where are one launch each.
-    ids = torch.nn.functional.threshold(topk_indices, -1, -1)
-    return torch.where(ids < skv, ids, -1).to(torch.int32)
+    # Before the cast: an int64 id of 2**32 must not become 0. One launch each, and no scalar goes to the device.
+    ids = torch.threshold(topk_indices, -1, -1)
+    return ids.masked_fill_(ids >= skv, -1).to(torch.int32)
 
 
 def _runs_kernel(query: torch.Tensor) -> bool:
