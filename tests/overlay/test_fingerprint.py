@@ -256,6 +256,10 @@ def test_combined_covers_every_symbol_in_any_order():
     assert combined(text, ["f", "g"]) != reference
 
 
+def test_combined_knows_where_one_symbol_ends():
+    assert combined("a = c\nif c:\n b = 1\n", ["a", "b"]) != combined("a = c \nb = 1\n", ["a", "b"])
+
+
 @pytest.mark.parametrize(
     ("names", "message"),
     [([], "at least one"), (["f", "f"], "each once"), ("f", "a sequence of names such as \\('f',\\)")],
@@ -409,6 +413,8 @@ def test_a_wheel(wheel_file):
         ("megatron/core/a.py", b"\xef\xbb\xbfdef f():\r\n    return 1\r\n"),
         ("megatron/core/both.py", ""),
         ("megatron/core/both/__init__.py", ""),
+        ("megatron/core/other/__init__.py", ""),
+        ("megatron/core/other.py", ""),
         ("megatron/core/lib.so", b"\x7fELF\xff"),
         ("megatron/core/not-a-name.py", ""),
         ("__init__.py", ""),
@@ -421,6 +427,7 @@ def test_a_wheel(wheel_file):
         "megatron.core": "megatron/core/__init__.py",
         "megatron.core.a": "megatron/core/a.py",
         "megatron.core.both": "megatron/core/both/__init__.py",
+        "megatron.core.other": "megatron/core/other/__init__.py",
     }
     assert wheel.text(wheel.member("megatron.core.a")) == "def f():\n    return 1\n"
     assert fingerprint_source(wheel.text("megatron/core/a.py"), "f") == sha("def f():\n    return 1")

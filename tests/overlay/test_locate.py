@@ -112,12 +112,14 @@ def test_path_of_an_imported_parent_is_followed(tree):
     assert locate("outer.leaf").file == str(root / "redirected/leaf.py")
 
 
-def test_a_stub_below_parents_that_are_not_imported(tree, monkeypatch):
+@pytest.mark.parametrize("root", ["outer", "nowhere"])
+def test_a_stub_below_parents_that_are_not_imported(tree, monkeypatch, root):
     tree(outer__init=EXPLODES)
-    monkeypatch.setitem(sys.modules, "outer.made_up", types.ModuleType("outer.made_up"))
-    answer = locate("outer.made_up")
+    name = f"{root}.made_up"
+    monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    answer = locate(name)
     assert (answer.found, answer.file, answer.is_package) == (True, None, False)
-    assert answer.reason == "outer.made_up has no file: it was put into sys.modules without a file"
+    assert answer.reason == f"{name} has no file: it was put into sys.modules without a file"
 
 
 def test_an_attribute_that_shadows_a_submodule(tree):
@@ -216,6 +218,21 @@ def test_an_editable_namespace_behind_a_path_hook(tree, monkeypatch):
     assert locate("editable_space.missing").kind == "submodule-absent"
 
 
+def test_a_finder_that_gives_an_origin_without_saying_that_it_is_a_file(tree):
+    root = tree(elsewhere=EXPLODES)
+
+    class Finder:
+        def find_spec(self, fullname, path=None, target=None):
+            if fullname not in ("at_file", "at_nothing"):
+                return None
+            origin = str(root / "elsewhere.py") if fullname == "at_file" else "a database"
+            return importlib.machinery.ModuleSpec(fullname, None, origin=origin)
+
+    sys.meta_path.append(Finder())
+    assert locate("at_file").file == str(root / "elsewhere.py")
+    assert locate("at_nothing").reason == "at_nothing has no file: its origin is 'a database'"
+
+
 class Raising:
     def find_spec(self, fullname, path=None, target=None):
         raise OSError("stale handle")
@@ -258,25 +275,36 @@ def test_a_raising_path_hook(tree, monkeypatch, tmp_path):
     sys.path_hooks.insert(0, hook)
     monkeypatch.setattr(sys, "path", ["broken-entry", 7, *sys.path])
     assert locate("outer").file == str(root / "outer/__init__.py")
-    assert "looking in 'broken-entry' raised RuntimeError('bad hook')" in locate("outer_missing").reason
+    reason = locate("outer_missing").reason
+    assert reason.endswith("on sys.path; looking in 'broken-entry' raised RuntimeError('bad hook')")
 
 
 @pytest.mark.parametrize("home", ["wrapt.importer", "vendored.copies.wrapt.importer", "ddtrace.internal.module"])
 def test_watchers_of_imports_are_not_asked(tree, home):
-    root = tree(outer__init=EXPLODES, outer__leaf=EXPLODES)
+    root = tree(outer__init="", outer__leaf=EXPLODES)
 
     class Base:
-        def find_spec(self, fullname, path=None, target=None):
-            return importlib.util.find_spec(fullname)  # imports the parents
+        busy = False
 
-    Base.__module__ = home
+        def find_spec(self, fullname, path=None, target=None):
+            if self.busy:
+                return None
+            self.busy = True
+            try:
+                return importlib.util.find_spec(fullname)  # imports the parents
+            finally:
+                self.busy = False
 
     class Watcher(Base):
         pass
 
     sys.meta_path.insert(0, Watcher())
+    Base.__module__ = home
     assert locate("outer.leaf").file == str(root / "outer/leaf.py")
     assert "outer" not in sys.modules
+    Base.__module__ = __name__
+    locate("outer.leaf")
+    assert "outer" in sys.modules  # the danger is real
 
 
 def test_wrapt_hooks_are_not_triggered(fresh_python, tmp_path):
