@@ -9,7 +9,6 @@ Importing this package loads neither torch nor megatron and changes nothing.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
@@ -31,19 +30,17 @@ __all__ = [
     "status",
 ]
 
-_engine_lock = threading.Lock()
-_engine_instance: Engine | None = None
+_engines: dict[str, Engine] = {}
 
 
 def _engine() -> Engine:
-    global _engine_instance
-    with _engine_lock:
-        if _engine_instance is None:
-            from mcore_patches.overlay.engine import Engine
-            from mcore_patches.overlay.registry import Registry
+    if "process" not in _engines:
+        from mcore_patches.overlay.engine import Engine
+        from mcore_patches.overlay.registry import Registry
 
-            _engine_instance = Engine(lambda: Registry.discover("mcore_patches.patches"), __version__)
-        return _engine_instance
+        # setdefault is atomic; a lock would be inherited locked by a child forked at the wrong moment.
+        _engines.setdefault("process", Engine(lambda: Registry.discover("mcore_patches.patches"), __version__))
+    return _engines["process"]
 
 
 def apply_patches(
@@ -56,14 +53,14 @@ def apply_patches(
 ) -> Report:
     """Apply patches to the installed megatron-core. Call it in every worker process, before the model is built.
 
-    Idempotent. Targets that are not imported yet are patched by a post-import hook (state PENDING); their text is checked
-    at once. A patch goes in as a whole or not at all, and never over text that it does not know.
+    Idempotent. Targets that are not imported yet are patched by a post-import hook (state PENDING); their text is
+    checked at once. A patch goes in as a whole or not at all, and never over text that it does not know.
 
     Args:
         ids: patches to apply; None means every built-in one. Third-party patches are applied only when named.
         exclude: ids to leave out. `MCORE_PATCHES` in the environment can switch off more, never less.
-        strict: raise when a patch ends in an error state (DRIFTED, IMPORT_FAILED, CONFLICT, TOO_LATE, NEEDS_UNMET, INERT);
-            None reads MCORE_PATCHES_STRICT.
+        strict: raise when a patch ends in an error state (DRIFTED, IMPORT_FAILED, CONFLICT, TOO_LATE, NEEDS_UNMET,
+            INERT); None reads MCORE_PATCHES_STRICT.
         dry_run: change nothing; rows say what would be done.
         force: ids that are applied over text that is not known, loudly.
 
@@ -72,19 +69,27 @@ def apply_patches(
 
     Raises:
         SettingsError (a ValueError): an unknown id or a bad environment value; nothing was changed.
-        NotAppliedError (a RuntimeError): strict, and a patch is in an error state. That patch left its targets untouched;
-            the others are applied.
+        NotAppliedError (a RuntimeError): strict, and a patch is in an error state. An INERT one is in place, the others
+            left their targets untouched; patches that are in no error state are applied.
     """
     return _engine().apply(ids, exclude=exclude, strict=strict, dry_run=dry_run, force=force)
 
 
 def status() -> Report:
-    """What is in place now, read off the live objects, with the counters of each patch. Changes nothing."""
+    """What is in place now, read off the live objects, with the counters of each patch. Changes nothing.
+
+    For a patch that is not in place: what `apply_patches()` would do. Imports a target whose text is not known and that
+    a probe has to look at.
+    """
     return _engine().status()
 
 
 def revert(ids: Iterable[str] | str | None = None) -> Report:
-    """Take patches off again; None means all. Restores the originals also in modules that imported a replacement."""
+    """Take patches off again; None means all. Restores the originals also in modules that imported a replacement.
+
+    Raises NotRevertedError (a RuntimeError) for those that cannot be taken off, because another tool wrapped the
+    patched function since; the others are off.
+    """
     return _engine().revert(ids)
 
 

@@ -46,12 +46,6 @@ def _parser() -> argparse.ArgumentParser:
         "apply", "what apply_patches() would do; patches live in a process, so only --dry-run makes sense here", _apply
     )
     sub.add_argument("--dry-run", action="store_true", required=True, help="change nothing (required)")
-    sub.add_argument(
-        "--strict",
-        action="store_true",
-        default=None,
-        help="exit with 1 and the reason when a patch is in an error state",
-    )
     sub.add_argument("--force", action="append", default=[], metavar="ID", help="as apply_patches(force=...)")
     sub.add_argument("--exclude", action="append", default=[], metavar="ID", help="as apply_patches(exclude=...)")
     sub.add_argument("ids", nargs="*", metavar="ID", help="patches; all when none is named")

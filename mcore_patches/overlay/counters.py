@@ -44,7 +44,8 @@ class Counters:
     def decline(self, reason: str, *, shape_class: object, fallback: str, fallback_bytes: int) -> None:
         """Count a decline and warn once per reason and shape class.
 
-        reason: without tensor sizes, so that counts add up. fallback: what runs instead. fallback_bytes: what that allocates.
+        reason: without tensor sizes, so that counts add up. fallback: what runs instead. fallback_bytes: what it
+        allocates.
         Raises DeclinedError when MCORE_PATCHES_ON_DECLINE=raise.
         """
         self.declines[reason] = self.declines.get(reason, 0) + 1

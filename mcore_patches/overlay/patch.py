@@ -19,7 +19,13 @@ from mcore_patches.overlay.versions import Releases
 Verdict = Literal["needs", "fixed"]
 """What a known text means: "needs" lacks the fix, "fixed" contains it."""
 
+RESERVED = frozenset({"all", "off"})
+"""Words of MCORE_PATCHES, which are therefore no ids."""
+
 _ID = re.compile(r"[a-z][a-z0-9_]{0,63}")
+_DOTTED = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
+_CLASS = re.compile(rf"{_DOTTED.pattern}:[^\W\d]\w*")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 class State(StrEnum):
@@ -87,16 +93,24 @@ class Target:
 
 @dataclass(frozen=True)
 class ConfigField:
-    """A dataclass field added at run time. type: as an annotation would say it."""
+    """A dataclass field added at run time. type: as an annotation would say it. default: not a mutable object."""
 
     name: str
     type: Any
     default: Any
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not self.name.isidentifier():
+            raise ValueError(f"ConfigField.name is {self.name!r}; allowed is an identifier")
+        if type(self.default).__hash__ is None:
+            raise ValueError(
+                f"ConfigField {self.name}: the default {self.default!r} is mutable, and instances share it"
+            )
+
 
 @dataclass(frozen=True, kw_only=True)
 class FieldsTarget:
-    """A dataclass that gains fields: usable as keyword arguments, by `dataclasses.replace`, deepcopy, pickle and subclasses.
+    """A dataclass that gains fields: keyword arguments that `dataclasses.replace`, deepcopy and pickle know too.
 
     qualname: the class. Its dataclass subclasses, also those defined later, accept the fields too.
     A field that the class has on its own is upstream's; the patch's probe decides what that means.
@@ -125,7 +139,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Probing:
-    """What a probe gets: live modules and upstream's own objects, by target name, with every layer of ours taken off."""
+    """What a probe gets by target name: live modules, and upstream's own functions without any layer, or the class."""
 
     modules: Mapping[str, ModuleType]
     originals: Mapping[str, Any]
@@ -138,7 +152,7 @@ class Patch:
     upstream: reference to the pull request or issue, e.g. "NVIDIA/Megatron-LM#7617".
     delete_when: how to tell that the patch can go.
     releases: the half-open range of megatron-core releases it is for; known text overrules it.
-    probe: tells whether text that is not known has the fix. It may only ever say "fixed"; None leaves unknown text alone.
+    probe: tells whether text that is not known has the fix; it may only ever say "fixed". None: unknown text stays.
     needs_patches, needs_packages: ids, and importable top-level names, without which the patch is useless.
     conflicts: ids that cannot be in place together with this one.
     late_safe: whether applying it after a model was built reaches that model.
@@ -161,15 +175,48 @@ class Patch:
     health: Callable[[Probing], str | None] | None = None
 
     def __post_init__(self) -> None:
-        if not _ID.fullmatch(self.id):
-            raise ValueError(f"Patch.id is {self.id!r}; allowed are lower-case letters, digits and '_', a letter first")
+        if not isinstance(self.id, str) or not _ID.fullmatch(self.id) or self.id in RESERVED:
+            allowed = f"lower-case letters, digits and '_', a letter first, other than {' and '.join(sorted(RESERVED))}"
+            raise ValueError(f"Patch.id is {self.id!r}; allowed are {allowed}")
+        for name in ("needs_patches", "needs_packages", "conflicts", "instances_of", "targets"):
+            if not isinstance(getattr(self, name), tuple):
+                raise ValueError(f"patch {self.id}: {name} is {getattr(self, name)!r}; allowed is a tuple")
+        if not isinstance(self.releases, Releases):
+            raise ValueError(f"patch {self.id}: releases is {self.releases!r}; allowed is a Releases")
         if not self.targets:
             raise ValueError(f"patch {self.id}: targets is empty; a patch changes at least one target")
         for target in self.targets:
-            if not target.modules or not target.qualname:
-                raise ValueError(f"patch {self.id}: a target needs at least one module and a qualname, got {target}")
-            for verdict in getattr(target, "known", {}).values():
-                if verdict not in ("needs", "fixed"):
-                    raise ValueError(f"patch {self.id}: known verdict {verdict!r}; allowed are 'needs' and 'fixed'")
+            _check_target(self.id, target)
+        names = [t.name for t in self.targets]
+        if twice := {n for n in names if names.count(n) > 1}:
+            raise ValueError(f"patch {self.id}: the target {twice.pop()} is there twice; allowed is each once")
+        for cls in self.instances_of:
+            if not _CLASS.fullmatch(cls):
+                raise ValueError(f"patch {self.id}: instances_of holds {cls!r}; allowed is 'module:Class'")
         if not self.late_safe and not self.instances_of:
             raise ValueError(f"patch {self.id}: late_safe is False, so instances_of must name the classes to look for")
+
+
+def _check_target(patch_id: str, target: AnyTarget) -> None:
+    where = f"patch {patch_id}, target {getattr(target, 'qualname', target)!r}"
+    if not isinstance(target, Target | FieldsTarget):
+        raise ValueError(f"{where} is of type {type(target).__name__}; allowed are Target and FieldsTarget")
+    relies_on = target.relies_on if isinstance(target, Target) else ()
+    if not isinstance(target.modules, tuple) or not target.modules or not isinstance(relies_on, tuple):
+        raise ValueError(
+            f"{where}: modules is {target.modules!r}, relies_on {relies_on!r}; allowed are tuples of names"
+        )
+    for name in (*target.modules, target.qualname, *relies_on):
+        if not isinstance(name, str) or not _DOTTED.fullmatch(name):
+            raise ValueError(f"{where}: {name!r} is no dotted name")
+    if isinstance(target, FieldsTarget):
+        if not target.fields or not all(isinstance(f, ConfigField) for f in target.fields):
+            raise ValueError(f"{where}: fields is {target.fields!r}; allowed is a tuple of at least one ConfigField")
+        return
+    if not callable(target.build):
+        raise ValueError(f"{where}: build is {target.build!r}; allowed is a function")
+    for fingerprint, verdict in target.known.items():
+        if verdict not in ("needs", "fixed"):
+            raise ValueError(f"{where}: known verdict {verdict!r}; allowed are 'needs' and 'fixed'")
+        if not _SHA256.fullmatch(fingerprint):
+            raise ValueError(f"{where}: known fingerprint {fingerprint!r}; allowed are 64 hexadecimal digits")

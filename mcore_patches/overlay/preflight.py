@@ -20,7 +20,7 @@ from mcore_patches.overlay.versions import installed
 if TYPE_CHECKING:
     from mcore_patches.overlay.engine import Engine
 
-# Distribution -> release -> why it must not be used.
+# Distribution -> release -> why not to use it.
 KNOWN_BAD: dict[str, dict[str, str]] = {
     "tilelang": {
         "0.1.9": "its aggressive shared-memory merge gave NaN gradients in megatron-core's sparse-MLA backward",
@@ -65,12 +65,7 @@ def diagnose(engine: Engine) -> Diagnosis:
 
 
 def _versions() -> Iterator[Check]:
-    text = f"{platform.python_version()} ({sys.executable})"
-    if sys.version_info < (3, 12):
-        detail = f"{text}; megatron-core 0.17 and later need 3.12: pip silently picks an older release on this one"
-        yield Check("python", "error", detail)
-    else:
-        yield Check("python", "ok", text)
+    yield Check("python", "ok", f"{platform.python_version()} ({sys.executable})")
     found = installed()
     if found is None:
         yield Check("megatron-core", "error", "not found; install it, or put its folder on PYTHONPATH")
@@ -94,7 +89,7 @@ def _packages() -> Iterator[Check]:
         except PackageNotFoundError:
             yield Check(name, "warning", f"not installed; needed for {purpose}")
             continue
-        bad = KNOWN_BAD.get(name, {}).get(found)
+        bad = KNOWN_BAD.get(name, {}).get(found.partition("+")[0])  # the local part names a CUDA build
         if bad:
             yield Check(name, "error", f"{found} must not be used: {bad}")
             continue

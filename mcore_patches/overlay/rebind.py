@@ -1,7 +1,7 @@
-"""Find every name that holds an object and make it hold another; list what cannot be reached that way.
+"""Find every module-level name that holds an object and make it hold another; list what cannot be reached that way.
 
-Modules are read through `vars(module)`, never getattr: lazy modules would import half the world, and a package attribute
-can shadow a submodule.
+Modules are read through their dictionary, never by getattr: a lazy module would import half the world, and a package
+attribute can shadow a submodule.
 """
 
 from __future__ import annotations
@@ -9,16 +9,27 @@ from __future__ import annotations
 import functools
 import gc
 import sys
-from collections.abc import Collection, Iterator
-from types import BuiltinMethodType, CellType, FrameType, FunctionType, MethodType, ModuleType
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from types import CellType, FrameType, FunctionType, MethodType, ModuleType
 from typing import Any
 
+from mcore_patches.overlay.locate import module_dict
 
-def _modules() -> Iterator[tuple[str, dict[str, Any]]]:
+_OVERLAY = __name__.partition(".")[0] + "."
+
+
+def modules() -> Iterator[tuple[str, dict[str, Any]]]:
+    """(name, dictionary) of every module in sys.modules; one that is there under two names comes once."""
+    seen: set[int] = set()
     for name, module in list(sys.modules.items()):
         # sys.modules may hold None (import blocked) and foreign objects; those have no module dictionary to rebind.
-        if isinstance(module, ModuleType):
-            yield name, vars(module)
+        if not issubclass(type(module), ModuleType):
+            continue
+        names = module_dict(module)
+        if isinstance(names, dict) and id(names) not in seen:
+            seen.add(id(names))
+            yield name, names
 
 
 def covered(module_name: str, prefixes: Collection[str]) -> bool:
@@ -26,114 +37,194 @@ def covered(module_name: str, prefixes: Collection[str]) -> bool:
     return any(module_name == p or module_name.startswith(p + ".") for p in prefixes)
 
 
+@dataclass(frozen=True)
+class Rename:
+    """What is to stand in place of an object; anywhere: also in modules under no prefix."""
+
+    new: Any
+    anywhere: bool
+
+
+@dataclass(frozen=True)
+class Alias:
+    """A module-level name that was changed."""
+
+    module: str
+    name: str
+    names: dict[str, Any]
+    old: Any
+    new: Any
+
+    def __str__(self) -> str:
+        return f"{self.module}.{self.name}"
+
+    def undo(self) -> None:
+        if self.names.get(self.name) is self.new:
+            self.names[self.name] = self.old
+
+
 def rebind(
-    originals: Collection[Any], ours: Collection[Any], new: Any, prefixes: Collection[str]
-) -> tuple[list[str], list[str]]:
-    """Point every module-level name that holds one of `originals` or `ours` at `new`.
+    by_id: dict[int, Rename], by_function: Callable[[FunctionType], Rename | None], prefixes: Collection[str]
+) -> tuple[list[Alias], list[tuple[str, Any]]]:
+    """Change every module-level name that holds an object of `by_id`, or a function for which `by_function` answers.
 
-    Names of `originals` are changed only in modules under `prefixes`; names of `ours` (earlier replacements) everywhere,
-    because whoever holds one imported it while it was patched.
-    Returns (names rebound, names outside the prefixes that still hold an original), each "module.name", sorted.
+    Returns (names changed, names left alone because their module is under no prefix: "module.name" and its object).
     """
-    original_ids, our_ids = {id(o) for o in originals if o is not new}, {id(o) for o in ours if o is not new}
-    both = original_ids | our_ids
-    rebound, outside, seen = [], [], set()
-    for module_name, names in _modules():
-        if id(names) in seen:  # one module object under two names, e.g. __main__
-            continue
-        seen.add(id(names))
-        for name, value in list(names.items()):
-            if id(value) not in both:
-                continue
-            if id(value) in our_ids or covered(module_name, prefixes):
-                names[name] = new
-                rebound.append(f"{module_name}.{name}")
-            else:
-                outside.append(f"{module_name}.{name}")
-    return sorted(rebound), sorted(outside)
+    changed: list[Alias] = []
+    outside: list[tuple[str, Any]] = []
+    try:
+        for module_name, names in modules():
+            inside = covered(module_name, prefixes)
+            for name, value in list(names.items()):
+                rename = by_id.get(id(value))
+                if rename is None and type(value) is FunctionType:
+                    rename = by_function(value)
+                if rename is None or rename.new is value:
+                    continue
+                if inside or rename.anywhere:
+                    changed.append(Alias(module_name, name, names, value, rename.new))
+                    names[name] = rename.new
+                else:
+                    outside.append((f"{module_name}.{name}", value))
+    except BaseException:
+        for alias in changed:
+            alias.undo()
+        raise
+    return changed, outside
 
 
-def unreachable(original: Any, ignore: Collection[Any]) -> list[str]:
-    """Describe the references to `original` that are not module-level names: partials, defaults, containers, closures.
+def unreachable(originals: Sequence[Any], ignore: Collection[int]) -> list[list[str]]:
+    """For each original, describe the references to it that are no module-level names: partials, defaults, containers.
 
-    ignore: objects whose references are ours. The search looks at what the garbage collector tracks, two steps out.
+    ignore: ids of objects whose references are ours. The search is over what the garbage collector tracks (objects
+    frozen by gc.freeze() are not), and needs three passes over it however many originals there are.
     """
-    own = {id(o) for o in ignore} | {id(ignore)}
-    found: set[str] = set()
-    # Module dictionaries are `rebind`'s business; where a module inlines its values the module itself is the referrer.
-    for referrer in gc.get_referrers(original):
-        if id(referrer) in own or isinstance(referrer, FrameType | ModuleType | BuiltinMethodType):
-            continue
-        text = _describe(referrer, original, own)
+    found: list[set[str]] = [set() for _ in originals]
+    position = {id(original): i for i, original in enumerate(originals)}
+    first = [(holder, original) for holder, original in _referrers(originals) if id(holder) not in ignore]
+    carriers = {id(h): h for h, _ in first if issubclass(type(h), tuple | dict | CellType)}
+    holders: dict[int, list[Any]] = {}
+    for holder, carrier in _referrers(list(carriers.values())):
+        holders.setdefault(id(carrier), []).append(holder)
+    closures = {id(t): t for c in carriers.values() if type(c) is CellType for t in holders.get(id(c), ())}
+    closing: dict[int, list[Any]] = {}
+    for holder, closure in _referrers([t for t in closures.values() if type(t) is tuple]):
+        closing.setdefault(id(closure), []).append(holder)
+    for holder, original in first:
+        above = holders.get(id(holder), [])
+        if type(holder) is CellType:
+            above = [f for t in above for f in closing.get(id(t), ()) if type(f) is FunctionType]
+        above = [a for a in above if id(a) not in ignore]
+        text = _describe(holder, original, above)
         if text:
-            found.add(text)
-    return sorted(found)
+            found[position[id(original)]].add(text)
+    return [sorted(texts) for texts in found]
 
 
-def _describe(referrer: Any, original: Any, own: set[int]) -> str | None:
-    if isinstance(referrer, functools.partial):
-        return f"functools.partial over {_name(original)}"
-    if isinstance(referrer, MethodType):
-        return f"bound method of {type(referrer.__self__).__qualname__}"
-    if isinstance(referrer, CellType):
-        owners = [f for f in gc.get_referrers(referrer) if isinstance(f, tuple)]
-        functions = [
-            f for t in owners for f in gc.get_referrers(t) if isinstance(f, FunctionType) and f.__closure__ is t
-        ]
-        names = sorted({_name(f) for f in functions if id(f) not in own and not _ours(f)})
-        return f"closure of {', '.join(names)}" if names else None
-    if isinstance(referrer, FunctionType):
-        return (
-            None
-            if _ours(referrer) or referrer.__dict__.get("__wrapped__") is not original
-            else f"wrapper {_name(referrer)}"
-        )
-    if isinstance(referrer, tuple):
-        for holder in gc.get_referrers(referrer):
-            if isinstance(holder, FunctionType) and not _ours(holder):
-                if holder.__defaults__ is referrer:
-                    return f"default argument of {_name(holder)}"
-                if holder.__closure__ is referrer:
-                    return f"closure of {_name(holder)}"
-            if isinstance(holder, functools.partial):
-                return f"argument of functools.partial over {_name(holder.func)}"
-        return "a tuple"
-    if isinstance(referrer, dict):
-        return _describe_dict(referrer, original, own)
-    if isinstance(referrer, list | set | frozenset):
-        return f"a {type(referrer).__name__} of {len(referrer)} items"
-    if isinstance(referrer, type):
-        return None  # a method target's own class, or an alias in a class body, whose __dict__ is described instead
-    if type(referrer).__module__.startswith("mcore_patches."):
+def _referrers(objects: Sequence[Any]) -> list[tuple[Any, Any]]:
+    """Pairs (holder, object) of what the collector tracks."""
+    by_id = {id(o): o for o in objects}
+    if not by_id:
+        return []
+    return [
+        (holder, referent)
+        for holder in gc.get_referrers(*objects)
+        if holder is not by_id and holder is not objects and not issubclass(type(holder), FrameType)
+        for referent in {id(r): r for r in gc.get_referents(holder) if id(r) in by_id}.values()
+    ]
+
+
+def _describe(holder: Any, original: Any, above: list[Any]) -> str | None:
+    """Say what holds the original; None for module dictionaries, which are `rebind`'s business, and for what is ours.
+
+    type() throughout, not isinstance(): the __class__ of a foreign proxy would run its code.
+    """
+    kind = type(holder)
+    if _is_ours(kind) or issubclass(kind, ModuleType):
         return None
-    return f"an instance of {type(referrer).__module__}.{type(referrer).__qualname__}"
+    if issubclass(kind, functools.partial):
+        return f"functools.partial over {_name(original)}"
+    if kind is MethodType:
+        return f"bound method of {_kind(holder.__self__)}"
+    if kind is CellType:
+        names = sorted({_name(f) for f in above if not made_by_us(f)})
+        return f"closure of {', '.join(names)}" if names else None
+    if kind is FunctionType:
+        return (
+            None  # what a function refers to by itself is a cell, a tuple or a dictionary, which is described instead
+        )
+    if issubclass(kind, type):
+        return None  # likewise: its dictionary
+    if issubclass(kind, tuple):
+        return _describe_tuple(holder, above)
+    if issubclass(kind, dict):
+        return _describe_dict(holder, original, above)
+    if issubclass(kind, list | set | frozenset):
+        return f"a {kind.__name__} of {len(holder)} items"
+    return f"an instance of {kind.__module__}.{kind.__qualname__}"
 
 
-def _describe_dict(holder: dict[Any, Any], original: Any, own: set[int]) -> str | None:
+def _describe_tuple(holder: Any, above: list[Any]) -> str | None:
+    for owner in above:
+        if type(owner) is FunctionType:
+            if owner.__defaults__ is holder:
+                return None if made_by_us(owner) else f"default argument of {_name(owner)}"
+            if owner.__closure__ is holder:
+                return None
+        if issubclass(type(owner), functools.partial):
+            return f"argument of functools.partial over {_name(owner.func)}"
+    return f"a {type(holder).__name__} of {len(holder)} items"
+
+
+def _describe_dict(holder: dict[Any, Any], original: Any, above: list[Any]) -> str | None:
     key = next((k for k, v in list(holder.items()) if v is original), None)
-    for owner in gc.get_referrers(holder):
-        if isinstance(owner, ModuleType) and vars(owner) is holder:
+    for owner in above:
+        kind = type(owner)
+        if _is_ours(kind):
             return None
-        if isinstance(owner, FunctionType):
+        if issubclass(kind, ModuleType) and module_dict(owner) is holder:
+            return None
+        if kind is FunctionType:
             if owner.__globals__ is holder:
                 return None
-            if owner.__dict__ is holder:
-                return None if _ours(owner) or id(owner) in own else f"attribute {key!r} of function {_name(owner)}"
             if owner.__kwdefaults__ is holder:
-                return f"keyword default of {_name(owner)}"
-        if getattr(type(owner), "__module__", "").startswith("mcore_patches."):
-            return None
-        if not isinstance(owner, type | FrameType) and getattr(owner, "__dict__", None) is holder:
-            return f"attribute {key!r} of an instance of {type(owner).__module__}.{type(owner).__qualname__}"
+                return None if made_by_us(owner) else f"keyword default of {_name(owner)}"
+            return None if made_by_us(owner) else f"attribute {key!r} of function {_name(owner)}"
+        if issubclass(kind, type):
+            return f"attribute {key!r} of class {_name(owner)}"
+        if issubclass(kind, functools.partial):
+            return f"argument {key!r} of functools.partial over {_name(owner.func)}"
+        if _instance_dict(owner) is holder:
+            return f"attribute {key!r} of an instance of {_kind(owner)}"
     return f"a dict, under the key {key!r}"
 
 
-def _ours(function: FunctionType) -> bool:
-    return function.__code__.co_filename.startswith(_HERE) or "__mcore_patches__" in function.__dict__
+def _instance_dict(owner: Any) -> Any:
+    try:
+        return object.__getattribute__(owner, "__dict__")
+    except AttributeError:
+        return None
+
+
+MADE_BY = "__mcore_patches_layer__"
+"""Attribute of every function that a patch built: the patch's id."""
+
+
+def made_by_us(function: FunctionType) -> bool:
+    return hasattr(function, MADE_BY) or (function.__module__ or "").startswith(_OVERLAY)
+
+
+def _is_ours(kind: type) -> bool:
+    module = kind.__module__
+    return type(module) is str and module.startswith(_OVERLAY)
+
+
+def _kind(obj: Any) -> str:
+    return f"{type(obj).__module__}.{type(obj).__qualname__}"
 
 
 def _name(obj: Any) -> str:
-    return f"{getattr(obj, '__module__', '?')}.{getattr(obj, '__qualname__', type(obj).__qualname__)}"
-
-
-_HERE = __file__.rsplit("/", 2)[0] + "/"
+    """module.qualname of a function or class; of anything else, its type's."""
+    if issubclass(type(obj), FunctionType | type):
+        return f"{obj.__module__}.{obj.__qualname__}"
+    return _kind(obj)

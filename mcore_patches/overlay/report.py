@@ -1,4 +1,4 @@
-"""What apply_patches(), status() and revert() return: a table to read, JSON to store, a digest to compare between ranks."""
+"""What apply_patches(), status() and revert() return: a table to read, JSON to store, a digest for ranks to compare."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Report:
 
     @property
     def digest(self) -> str:
-        """sha256 over what must agree between ranks: release, states, fingerprints, layers. No paths, no local version part."""
+        """sha256 over what must agree between ranks: release, states, fingerprints, layers; no paths, no git hash."""
         rows = [
             {
                 "id": r.id,
@@ -94,6 +94,8 @@ class Report:
 
     def __str__(self) -> str:
         version = self.megatron.get("text") or "not found"
+        if local := self.megatron.get("local"):
+            version += f" (package_info appends +{local}, which says nothing about it)"
         lines = [f"mcore_patches {self.overlay} on megatron-core {version}, Python {self.python}"]
         lines += [f"  warning: {w}" for w in self.warnings]
         width = max([len(r.id) for r in self.rows], default=2)

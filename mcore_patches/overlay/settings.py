@@ -61,8 +61,8 @@ def selection(known: Collection[str]) -> Selection:
         return Selection(False, None, frozenset(), frozenset(), text)
     if text == "off":
         return Selection(True, None, frozenset(), frozenset(), text)
-    parts = _ids(PREFIX, text, {*known, "all"})
-    if "-all" in parts or (len(parts) > 1 and "off" in parts):
+    parts = _ids(PREFIX, text, {*known, "all", "off"})
+    if {"-all", "-off", "off"} & set(parts):
         raise SettingsError(f"{PREFIX}={text!r}; write 'off' alone to switch everything off")
     excluded = frozenset(p[1:] for p in parts if p.startswith("-"))
     named = frozenset(p for p in parts if not p.startswith("-"))
@@ -105,7 +105,7 @@ def prefixes() -> tuple[str, ...]:
 
 
 def check(known: Collection[str]) -> None:
-    """Read every switch, so that a bad value is an error before anything is changed; refuse names that look like one."""
+    """Read every switch, so that a bad value is an error before anything is changed. Refuse names that look like it."""
     selection(known)
     strict()
     force(known)

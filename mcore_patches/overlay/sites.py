@@ -1,53 +1,40 @@
-"""Where a target is in the running interpreter and on disk, and the layers that lie on it.
-
-Truth is read off the live object: a replacement carries its `Stack`. Flags kept elsewhere lie after a reload or a fork.
-"""
+"""Where a target is, in the running interpreter and on disk, and what lies on it there."""
 
 from __future__ import annotations
 
-import inspect
+import ast
+import contextlib
+import functools
 import sys
-import weakref
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+import warnings
+from collections.abc import Iterator
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
-from mcore_patches.overlay import fields, rebind
-from mcore_patches.overlay.counters import Counters
-from mcore_patches.overlay.errors import OverlayError
-from mcore_patches.overlay.fingerprint import SourceError, combined, read_source, source_segment
-from mcore_patches.overlay.locate import locate
-from mcore_patches.overlay.patch import AnyTarget, Below, FieldsTarget, Target
+from mcore_patches.overlay import fields
+from mcore_patches.overlay.fingerprint import SourceError, combined, parse_source, read_source, source_segment
+from mcore_patches.overlay.layers import AnyChange, Change, FieldsChange, Key, Layer, Stack, beneath, stack_on
+from mcore_patches.overlay.locate import locate, module_dict
+from mcore_patches.overlay.patch import AnyTarget, FieldsTarget, Target
 
-STACK = "__mcore_patches__"
-
-
-@dataclass(frozen=True)
-class Layer:
-    """One patch's part of a target."""
-
-    patch_id: str
-    target: AnyTarget
+_finished: set[str] = set()
 
 
-@dataclass(frozen=True)
-class Stack:
-    """What lies on a live target. `replaced` remembers our earlier objects, which others may have imported meanwhile."""
-
-    original: Any
-    layers: tuple[Layer, ...]
-    replaced: tuple[weakref.ref[Any], ...] = ()
-    rebound: tuple[str, ...] = ()
-    unreachable: tuple[str, ...] = ()
-
-    @property
-    def ids(self) -> tuple[str, ...]:
-        return tuple(layer.patch_id for layer in self.layers)
+@contextlib.contextmanager
+def import_finished(name: str) -> Iterator[None]:
+    """Inside a post-import hook the module's code has run, although the import system still calls it initialising."""
+    _finished.add(name)
+    try:
+        yield
+    finally:
+        _finished.discard(name)
 
 
 class Site:
-    """A target resolved: its module, its text on disk, its live object if the module is imported."""
+    """A target resolved: its module, its text on disk, its live object if the module is imported.
+
+    absent, broken: why there is no text, or none that can be read. The live object is looked up anew at each use.
+    """
 
     def __init__(self, target: AnyTarget) -> None:
         self.target = target
@@ -69,7 +56,7 @@ class Site:
                 break
             reasons.append(found.reason)
         else:
-            self.absent = "; ".join(reasons)
+            self.absent = "; ".join(dict.fromkeys(reasons))
             return
         if self.file is None or not self.file.endswith(".py"):
             self.absent = None if self.module else f"{self.module_name} has no source file to read ({self.file})"
@@ -88,67 +75,77 @@ class Site:
         self.fingerprint = combined(self._text, (self.target.qualname, *relies_on))
 
     @property
-    def module(self) -> ModuleType | None:
-        """The live module, once its own import is over."""
-        module = sys.modules.get(self.module_name) if self.module_name else None
-        if not isinstance(module, ModuleType):
-            return None
-        spec = vars(module).get("__spec__")
-        return (
-            None if spec is not None and getattr(spec, "_initializing", False) and not self._defined(module) else module
-        )
+    def key(self) -> Key:
+        return (self.module_name or self.target.modules[0], self.target.qualname)
 
-    def _defined(self, module: ModuleType) -> bool:
-        return self.target.qualname.split(".")[0] in vars(module)
+    @property
+    def module(self) -> ModuleType | None:
+        """The live module, from the moment when it has the target."""
+        module = sys.modules.get(self.module_name) if self.module_name else None
+        if module is None or not issubclass(type(module), ModuleType):
+            return None
+        names = module_dict(module)
+        initialising = getattr(names.get("__spec__"), "_initializing", False) and self.module_name not in _finished
+        return None if initialising and self.target.qualname.split(".")[0] not in names else module
+
+    @property
+    def underway(self) -> bool:
+        """Whether sys.modules has something already that lacks the target, perhaps still: no hook tells when it has."""
+        return self.module is None and self.module_name in sys.modules
 
     @property
     def verdict(self) -> str:
-        """ "needs", "fixed" or "unknown"; a dataclass has no text of interest, only fields: "fixed" when it has them all."""
+        """ "needs", "fixed" or "unknown". Of a dataclass only the fields count: "fixed" when it has them all."""
         if isinstance(self.target, Target):
             return self.target.known.get(self.fingerprint or "", "unknown")
         names = [f.name for f in self.target.fields]
         if self.module is not None:
-            own = fields.native(self.original, names)
+            own = [] if self.missing_live() else fields.native(self.current, names)
         else:
             own = [n for n in names if source_segment(self._text or "", f"{self.target.qualname}.{n}")]
         return "needs" if not own else "fixed" if len(own) == len(names) else "unknown"
 
+    # The live object -------------------------------------------------------------------------------------------------
+
     def _holder(self) -> tuple[Any, str]:
-        assert self.module is not None
         holder: Any = self.module
         *outer, attribute = self.target.qualname.split(".")
         for name in outer:
-            holder = vars(holder)[name]
+            holder = _names(holder)[name]
         return holder, attribute
 
     @property
     def raw(self) -> Any:
-        """What the holder's dictionary has: the function, or the staticmethod or classmethod around it. KeyError if absent."""
+        """What the holder's dictionary has: the function, perhaps within a staticmethod. KeyError if absent."""
         holder, attribute = self._holder()
-        return vars(holder)[attribute]
+        return _names(holder)[attribute]
 
     @property
     def current(self) -> Any:
-        raw = self.raw
-        return raw.__func__ if isinstance(raw, staticmethod | classmethod) else raw
+        return _unwrapped(self.raw)
 
     @property
     def stack(self) -> Stack | None:
-        """The layers on the live object, or None when it is upstream's own, or not imported."""
+        """The layers on the live object, also below another tool's wrapper. None: upstream's own, or not imported."""
         if self.module is None:
             return None
         try:
             current = self.current
-        except (KeyError, AttributeError):
+        except (KeyError, TypeError):
             return None
-        found = getattr(current, "__dict__", {}).get(STACK)
-        # Another copy of this package may have put it there (after a reload of mcore_patches), so no isinstance.
-        return found if type(found).__name__ == "Stack" else None
+        return next((stack for obj in beneath(current) if (stack := stack_on(obj))), None)
 
     @property
     def original(self) -> Any:
         stack = self.stack
-        return self.current if stack is None else stack.original if isinstance(self.target, Target) else self.current
+        return self.current if stack is None else stack.original
+
+    def covered(self) -> str | None:
+        """Which wrapper of another tool lies on top of our layers."""
+        stack = self.stack
+        if stack is None or stack.carrier() is self.current:
+            return None
+        return f"{_described(self.current)} wraps the patched {self.target.qualname}"
 
     def missing_live(self) -> str | None:
         """Why the imported module lacks what its text defines (deleted, or defined on a branch not taken)."""
@@ -156,23 +153,51 @@ class Site:
             return None
         try:
             _ = self.raw
-        except (KeyError, AttributeError, TypeError):
+        except (KeyError, TypeError):
             return f"{self.module_name} is imported but has no {self.target.qualname}"
         return None
 
     def foreign(self) -> str | None:
-        """Why the live original is not what the file on disk defines: another tool replaced it, or the file changed."""
-        if self.module is None or self._text is None or isinstance(self.target, FieldsTarget):
+        """Why the live original is not what the file on disk defines: another tool replaced it, or the file changed.
+
+        The same is asked of the names that the replacement relies on.
+        """
+        if self.module is None:
             return None
-        codes = _codes(self._text, self.file or "", self.target.qualname)
-        seen: Any = self.original
-        while seen is not None:
-            if isinstance(seen, FunctionType) and seen.__code__ in codes:
+        if covered := self.covered():
+            return covered
+        if isinstance(self.target, FieldsTarget):
+            cls = self.current
+            if not issubclass(type(cls), type):
+                return f"the live {self.target.qualname} is {_described(cls)}, not a class"
+            if self._text is not None and (cls.__module__, cls.__qualname__) != self.key:
+                return f"the live {self.target.qualname} is the class {cls.__module__}.{cls.__qualname__}"
+            return None
+        if self._text is None:
+            return None
+        for qualname in (self.target.qualname, *self.target.relies_on):
+            if reason := self._foreign_function(qualname):
+                return reason
+        return None
+
+    def _foreign_function(self, qualname: str) -> str | None:
+        assert self._text is not None
+        facts = _facts(self._text, self.file or "", qualname)
+        if not facts.codes:
+            return None  # a constant or a class
+        holder: Any = self.module
+        try:
+            for name in qualname.split("."):
+                holder = _names(holder)[name]
+        except (KeyError, TypeError):
+            return f"the imported {self.module_name} has no {qualname}"
+        live = _unwrapped(holder)
+        stack = next((s for obj in beneath(live) if (s := stack_on(obj))), None)
+        original = stack.original if stack else live
+        for seen in beneath(original) if facts.wrapped else (original,):
+            if type(seen) is FunctionType and seen.__code__ in facts.codes:
                 return None
-            seen = getattr(seen, "__dict__", {}).get("__wrapped__")
-        live = self.original
-        where = _where(live) or f"an object of {type(live).__module__}.{type(live).__qualname__}"
-        return f"the live {self.target.qualname} ({where}) is not what {self.file}:{self.line} defines"
+        return f"the live {qualname} is {_described(original)}, not what {self.file} defines"
 
     def where(self) -> tuple[str | None, str | None]:
         """ "file:line" of upstream's text and, with layers on it, of the object that runs."""
@@ -181,78 +206,49 @@ class Site:
         if stack is None:
             return before, None
         if isinstance(self.target, FieldsTarget):
-            return before, "fields " + ", ".join(f.name for layer in stack.layers for f in _fields(layer))
+            return before, "fields " + ", ".join(f.name for f in fields.added(stack.original))
         return before, _where(self.current)
 
-    # Changing the live object ---------------------------------------------------------------------------------------
+    # Changes to it ---------------------------------------------------------------------------------------------------
 
-    def set_layers(
-        self, layers: tuple[Layer, ...], counters: Mapping[str, Counters], prefixes: tuple[str, ...]
-    ) -> None:
-        """Make exactly these layers lie on the target. No layers: the original is back, wherever a replacement went."""
-        if isinstance(self.target, FieldsTarget):
-            self._set_fields(layers)
-            return
-        ordered = tuple(
-            sorted(layers, key=lambda x: (x.target.level if isinstance(x.target, Target) else 0, x.patch_id))
-        )
-        old, current, original, raw = self.stack, self.current, self.original, self.raw
+    def change(self, layers: tuple[Layer, ...]) -> AnyChange:
+        """What would make exactly these layers lie on the live target. No layers: upstream's object is back."""
         assert self.module is not None
-        new = original
-        for layer in ordered:
-            assert isinstance(layer.target, Target)
-            below = Below(new, original, self.module, counters[layer.patch_id])
-            new = dressed(layer.target.build(below), original)
-        replaced = (*(old.replaced if old else ()), *((weakref.ref(current),) if old else ()))
-        ours = [o for o in (ref() for ref in replaced) if o is not None]
+        if isinstance(self.target, FieldsTarget):
+            return FieldsChange(self.key, self.current, layers, self.module)
+        stack, raw = self.stack, self.raw
         holder, attribute = self._holder()
-        wrapped = type(raw)(new) if isinstance(raw, staticmethod | classmethod) else new
-        setattr(holder, attribute, wrapped)
-        rebound, outside = rebind.rebind([original], ours, new, prefixes)
-        if not ordered:
-            return
-        own = f"{self.module_name}.{self.target.qualname}"
-        stack = Stack(original, ordered, replaced, tuple(r for r in rebound if r != own))
-        new.__dict__[STACK] = stack
-        left = rebind.unreachable(original, [stack, stack.__dict__, vars(holder), new, *ours])
-        hint = " (its module is under no prefix; MCORE_PATCHES_PREFIXES adds one)"
-        object.__setattr__(stack, "unreachable", tuple([*(o + hint for o in outside), *left]))
-
-    def _set_fields(self, layers: tuple[Layer, ...]) -> None:
-        cls = self.current
-        added = {f.name: f for layer in layers for f in _fields(layer)}
-        for layer in layers:
-            for f in _fields(layer):
-                if added[f.name] != f:
-                    raise OverlayError(
-                        f"patches {', '.join(x.patch_id for x in layers)} disagree on the field {f.name}"
-                    )
-        fields.install(cls, tuple(added.values()))
-        if layers:
-            setattr(cls, STACK, Stack(cls, layers))
-        elif STACK in vars(cls):
-            delattr(cls, STACK)
+        return Change(
+            key=self.key,
+            holder=holder,
+            attribute=attribute,
+            before=self.current,
+            seen=raw,
+            original=stack.original if stack else self.current,
+            raw=stack.raw if stack else raw,
+            module=self.module,
+            layers=layers,
+        )
 
 
-def _fields(layer: Layer) -> tuple[Any, ...]:
-    return layer.target.fields if isinstance(layer.target, FieldsTarget) else ()
+def stray_change(stack: Stack, layers: tuple[Layer, ...]) -> Change:
+    """The same for a replacement whose target is another object by now."""
+    carrier = stack.carrier()
+    return Change(stack.key, None, "", carrier, carrier, stack.original, stack.raw, stack.module, layers)
 
 
-def dressed(replacement: Callable[..., Any], original: Any) -> Callable[..., Any]:
-    """Give a replacement upstream's name, module, docstring and signature, so that pickle and inspect work by name.
+def _names(holder: Any) -> Any:
+    """The dictionary of a module or class. Raises TypeError for anything else."""
+    return module_dict(holder) if issubclass(type(holder), ModuleType) else vars(holder)
 
-    No __wrapped__: inspect.getsource would show upstream's text for our code.
-    """
-    if not isinstance(replacement, FunctionType):
-        raise OverlayError(f"build() returned {type(replacement).__name__}; a replacement is a plain function")
-    if replacement is original or STACK in replacement.__dict__:
-        raise OverlayError(f"build() returned {replacement.__qualname__} itself; a replacement is a new function")
-    replacement.__name__, replacement.__qualname__ = original.__name__, original.__qualname__
-    replacement.__module__, replacement.__doc__ = original.__module__, original.__doc__
-    signature = inspect.signature(original)
-    if inspect.signature(replacement) != signature:
-        replacement.__dict__["__signature__"] = signature
-    return replacement
+
+def _unwrapped(raw: Any) -> Any:
+    return raw.__func__ if issubclass(type(raw), staticmethod | classmethod) else raw
+
+
+def _described(obj: Any) -> str:
+    where = _where(obj)
+    return f"a function at {where}" if where else f"an object of {type(obj).__module__}.{type(obj).__qualname__}"
 
 
 def _where(obj: Any) -> str | None:
@@ -260,14 +256,53 @@ def _where(obj: Any) -> str | None:
     return f"{code.co_filename}:{code.co_firstlineno}" if isinstance(code, CodeType) else None
 
 
-def _codes(text: str, file: str, qualname: str) -> list[CodeType]:
-    """The code objects that the interpreter compiles from the text for this name, one for each branch that defines it."""
-    found = []
-    pending = [compile(text, file, "exec", dont_inherit=True)]
+class _Facts:
+    """codes: what the interpreter compiles for a name, one code object for each branch that defines it.
+
+    wrapped: whether the text itself wraps the function, by a decorator or by a later assignment to its name.
+    """
+
+    def __init__(self, codes: list[CodeType], wrapped: bool) -> None:
+        self.codes, self.wrapped = codes, wrapped
+
+
+@functools.lru_cache(maxsize=64)
+def _facts(text: str, file: str, qualname: str) -> _Facts:
+    codes = []
+    pending = [_compiled(text, file)]
     while pending:
         for const in pending.pop().co_consts:
             if isinstance(const, CodeType):
                 if const.co_qualname == qualname:
-                    found.append(const)
+                    codes.append(const)
                 pending.append(const)
-    return found
+    return _Facts(codes, _wrapped_in_text(text, file, qualname))
+
+
+@functools.lru_cache(maxsize=4)
+def _compiled(text: str, file: str) -> CodeType:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # an invalid escape in upstream's text is not our caller's concern
+        return compile(text, file, "exec", dont_inherit=True)
+
+
+# Decorators that leave the function what it is, or that `_unwrapped` takes off.
+_TRANSPARENT = frozenset({"staticmethod", "classmethod", "overload", "override", "final", "abstractmethod"})
+
+
+def _wrapped_in_text(text: str, file: str, qualname: str) -> bool:
+    pending: list[tuple[ast.AST, str]] = [(node, "") for node in parse_source(text, file).body]
+    while pending:
+        node, scope = pending.pop()
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            decorators = {d.attr if isinstance(d, ast.Attribute) else getattr(d, "id", "") for d in node.decorator_list}
+            if scope + node.name == qualname and decorators - _TRANSPARENT:
+                return True
+        elif isinstance(node, ast.ClassDef):
+            pending += [(child, f"{scope}{node.name}.") for child in node.body]
+        elif isinstance(node, ast.Name):
+            if isinstance(node.ctx, ast.Store) and scope + node.id == qualname:
+                return True
+        elif not isinstance(node, ast.Lambda):
+            pending += [(child, scope) for child in ast.iter_child_nodes(node)]
+    return False

@@ -13,8 +13,9 @@ from mcore_patches.overlay.registry import Registry
 def wheel_fingerprints(path: str | os.PathLike[str], registry: Registry) -> dict[str, Any]:
     """Read a megatron-core wheel without importing or unpacking it.
 
-    Returns {"version": text, "targets": [{"patch", "target", "member", "fingerprint", "verdict", "reason"}]}; verdict is
-    "needs", "fixed", "unknown" or "absent". Raises WheelError for a file that is not a readable megatron-core wheel.
+    Returns {"version": text, "targets": [{"patch", "target", "module", "fingerprint", "verdict", "reason"}]}; the
+    verdict is "needs", "fixed", "unknown" or "absent". Raises WheelError for a file that is not a readable
+    megatron-core wheel.
     """
     wheel = read_wheel(path)
     modules = wheel.modules()
