@@ -1,0 +1,265 @@
+"""Self-attention over the blocks that the indexer selects, for training and evaluation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core import tensor_parallel
+from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
+from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import _yarn_get_concentration_factor_from_config
+from megatron.core.tensor_parallel.random import is_checkpointing
+from megatron.core.transformer.attention import SelfAttention
+from torch import Tensor
+
+from mcore_patches.attention.qsa.config import blocks_per_query, trains_indexer, validate
+from mcore_patches.attention.qsa.freezing import check_backbone_frozen
+from mcore_patches.attention.qsa.indexer import QSAIndexer
+from mcore_patches.attention.qsa.layout import TokenLayout, batch_layout, packed_layout
+from mcore_patches.attention.qsa.loss import AttachIndexerLoss, track_loss, training_loss
+from mcore_patches.attention.qsa.rope import Rotations, rotations
+from mcore_patches.attention.qsa.routes import LayerRoutes
+from mcore_patches.attention.qsa.support import Setup, refusal
+from mcore_patches.ops.block_topk import select_blocks
+from mcore_patches.ops.indexer_kl import indexer_kl
+from mcore_patches.ops.sparse_gqa import sparse_gqa
+
+
+class BlockSparseCore(torch.nn.Module):
+    """The attention proper, in the place of megatron's core attention. Has no parameters."""
+
+    def __init__(self, config: Any, *, softmax_scale: float | None = None, **_: Any) -> None:
+        super().__init__()
+        self.scale = config.kv_channels**-0.5 if softmax_scale is None else softmax_scale
+        self.block_size = config.qsa_indexer_compress_ratio
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, block_ids: Tensor | None, layout: TokenLayout
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Attend the selected blocks, or with `block_ids` None densely. A collective under context parallelism.
+
+        Args:
+            query [T, Hq, D], key, value [T, Hkv, D], block_ids int32 [T, K]: rows of this rank.
+
+        Returns:
+            output [T, Hq, D], log-sum-exp [T, Hq], and the keys of the whole batch [n, Hkv, D].
+        """
+        if layout.source is None:
+            keys, values = key, value
+        else:
+            keys, values = layout.gather(torch.cat((key, value), dim=1)).chunk(2, dim=1)
+        rows = layout.rows
+        out, lse = sparse_gqa(
+            query, keys, values, block_ids, rows.pos, rows.start, scale=self.scale, block_size=self.block_size
+        )
+        return out, lse, keys
+
+
+class QSASelfAttention(SelfAttention):
+    """Megatron's self-attention with QSA: projections, norms, gate and output are the parent's.
+
+    Interface and state dict are those of `SelfAttention`, and an `indexer` more. What a call does depends on
+    `config.qsa_stage`, read at the call:
+
+    "frozen": attend selected blocks; the indexer gets no gradient.
+    "warmup": attend everything, without gradients; the indexer learns the head-summed attention over all blocks.
+    "sparse": attend selected blocks; the indexer learns the head-summed attention over those.
+    """
+
+    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+        validate(config)
+        super().__init__(config, *args, **kwargs)
+        self.indexer = QSAIndexer(config, tp_group=self.pg_collection.tp)
+        if not trains_indexer(config):
+            # DDP waits for the gradient of every parameter that requires one.
+            self.indexer.requires_grad_(False)
+        self.routes = LayerRoutes()
+        self.global_layer_number: int = self.layer_number
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None,
+        key_value_states: Tensor | None = None,
+        inference_context: Any = None,
+        rotary_pos_emb: Tensor | tuple[Tensor, Tensor] | None = None,
+        rotary_pos_cos: Tensor | None = None,
+        rotary_pos_sin: Tensor | None = None,
+        rotary_pos_cos_sin: Tensor | None = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: Any = None,
+        sequence_len_offset: Any = None,
+        *,
+        inference_params: Any = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """As `SelfAttention.forward`; causal within each sequence or packed document, whatever `attention_mask` says.
+
+        Args:
+            hidden_states: [S, B, hidden], this rank's part under sequence and context parallelism.
+
+        Raises:
+            NotImplementedError: inference.
+            ValueError: an argument or layout that QSA does not support.
+            RuntimeError: stage "warmup" with a trained backbone; a recomputation without saved routes (`RouteError`).
+        """
+        self._check_call(
+            {
+                "inference_context": inference_context,
+                "inference_params": inference_params,
+                "rotary_pos_cos": rotary_pos_cos,
+                "rotary_pos_sin": rotary_pos_sin,
+                "rotary_pos_cos_sin": rotary_pos_cos_sin,
+                "sequence_len_offset": sequence_len_offset,
+            },
+            {"key_value_states": key_value_states, "attention_bias": attention_bias},
+            packed_seq_params,
+        )
+        warmup = self.config.qsa_stage == "warmup"
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not warmup):
+            projected = self.get_query_key_value_tensors(hidden_states, output_gate=self.config.attention_output_gate)
+            query, key, value, gate = self._own_heads(*projected)
+            layout = self._layout(query, packed_seq_params)
+            table = self._rotary_table(rotary_pos_emb)
+            rotation = None if table is None else rotations(table, layout, self._concentration)
+            query, key = self._rotate(query, key, table, rotation, layout)
+            value = layout.to_rows(value)
+
+        learns = self.training and torch.is_grad_enabled() and trains_indexer(self.config)
+        with torch.set_grad_enabled(learns):
+            q_idx, k_blocks = self._index(hidden_states, layout, rotation)
+        block_ids = None if warmup else self._route(q_idx, k_blocks, layout)
+
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not warmup):
+            context, lse, keys = self._attend(query, key, value, block_ids, layout)
+            context = layout.from_rows(context).flatten(2)
+            if gate is not None:
+                context = self._apply_output_gate(context, gate)
+            output, bias = self.linear_proj(context)
+
+        if learns:
+            kl_sum = indexer_kl(
+                q_idx,
+                k_blocks,
+                query.detach(),
+                keys.detach(),
+                lse,
+                block_ids,
+                *layout.rows,
+                scale=self.core_attention.scale,
+                ratio=self.indexer.ratio,
+                reduction="sum",
+                tp_group=self.pg_collection.tp if self.pg_collection.tp.size() > 1 else None,
+            )
+            track_loss(kl_sum, layout.num_valid, self.config, self.global_layer_number, self.pg_collection.cp)
+            loss = training_loss(kl_sum, layout.num_valid, self.config, self.pg_collection.cp.size())
+            output = AttachIndexerLoss.apply(output, loss)
+        return output, bias
+
+    def _check_call(self, inference: dict[str, Any], unsupported: dict[str, Any], packed_seq_params: Any) -> None:
+        for name, argument in inference.items():
+            if argument is not None:
+                raise NotImplementedError(
+                    f"{name} is given: QSA layers train and evaluate only, static and dynamic inference are not built"
+                )
+        for name, argument in unsupported.items():
+            if argument is not None:
+                raise ValueError(f"{name} is given: QSA is causal self-attention without a bias on its scores")
+        packed = packed_seq_params is not None
+        if packed and packed_seq_params.qkv_format != "thd":
+            raise ValueError(
+                f"packed_seq_params.qkv_format={packed_seq_params.qkv_format!r}: QSA takes packed documents as 'thd'"
+            )
+        if refused := refusal(Setup(self.config, "thd" if packed else "bshd")):
+            raise ValueError(refused)
+        if self.config.qsa_stage == "warmup" and self.training:
+            check_backbone_frozen(self)
+
+    def _own_heads(self, query: Tensor, key: Tensor, value: Tensor, gate: Tensor | None = None) -> tuple[Any, ...]:
+        # With more ranks than KV heads, 0.16 to 0.18 cut the query to this rank's heads but leave the gate whole.
+        if gate is not None and gate.shape[2] != query.shape[2]:
+            parts = gate.shape[2] // query.shape[2]
+            gate = gate.chunk(parts, dim=2)[self.pg_collection.tp.rank() % parts]
+        return query, key, value, gate
+
+    def _layout(self, query: Tensor, packed_seq_params: Any) -> TokenLayout:
+        cp_group = self.pg_collection.cp
+        if packed_seq_params is None:
+            return batch_layout(query.shape[0], query.shape[1], self.indexer.ratio, query.device, cp_group)
+        return packed_layout(packed_seq_params, query.shape[0], self.indexer.ratio, cp_group)
+
+    @property
+    def _concentration(self) -> float:
+        return _yarn_get_concentration_factor_from_config(self.config)
+
+    def _rotary_table(self, rotary_pos_emb: Tensor | tuple[Tensor, Tensor] | None) -> Tensor | None:
+        if self.config.no_rope_freq and self.config.no_rope_freq[self.layer_number - 1]:
+            return None
+        table = rotary_pos_emb[0] if isinstance(rotary_pos_emb, tuple) else rotary_pos_emb
+        if table is not None and table.shape[-1] > self.indexer.channels:
+            raise ValueError(
+                f"the rotary embedding covers {table.shape[-1]} channels, index heads have "
+                f"qsa_indexer_head_dim={self.indexer.channels}: lower rotary_percent or widen the index heads"
+            )
+        return table
+
+    def _rotate(
+        self, query: Tensor, key: Tensor, table: Tensor | None, rotation: Rotations | None, layout: TokenLayout
+    ) -> tuple[Tensor, Tensor]:
+        """Rotate query and key [S, B, heads, D]; returns rows [T, heads, D]."""
+        if rotation is None or not self.config.apply_rope_fusion:
+            query, key = layout.to_rows(query), layout.to_rows(key)
+            return (query, key) if rotation is None else (rotation.rows.apply(query), rotation.rows.apply(key))
+        options = {
+            "config": self.config,
+            "mscale": self._concentration,
+            "cu_seqlens": layout.cu_seqlens if layout.packed else None,
+            "cp_group": self.pg_collection.cp,
+        }
+        if layout.packed:
+            return tuple(apply_rotary_pos_emb(x.squeeze(1), table, **options) for x in (query, key))  # type: ignore[return-value]
+        return tuple(layout.to_rows(apply_rotary_pos_emb(x, table, **options)) for x in (query, key))  # type: ignore[return-value]
+
+    def _index(self, hidden_states: Tensor, layout: TokenLayout, rotation: Rotations | None) -> tuple[Tensor, Tensor]:
+        """Index queries [T, H, d] of this rank and index keys of all blocks. A collective under context parallelism."""
+        if self.config.qsa_indexer_detach_input:
+            hidden_states = hidden_states.detach()
+        raw_queries, raw_keys = (layout.to_rows(x) for x in self.indexer.project(hidden_states))
+        q_idx = self.indexer.queries(raw_queries, rotation and rotation.rows)
+        raw_keys = layout.gather(raw_keys)
+        return q_idx, self.indexer.block_keys(raw_keys, layout.block_tokens, rotation and rotation.blocks)
+
+    def _route(self, q_idx: Tensor, k_blocks: Tensor, layout: TokenLayout) -> Tensor:
+        """Block ids int32 [T, K]: those of the first pass in a recomputation, else given ones, else selected ones."""
+        checkpointed = self.training and is_checkpointing()
+        if checkpointed and torch.is_grad_enabled():
+            return self.routes.replay(q_idx, layout, self.global_layer_number)
+        ids = self.routes.take_given(layout, self.indexer.ratio, self.global_layer_number)
+        if ids is None:
+            ids = select_blocks(
+                q_idx.detach(),
+                k_blocks.detach(),
+                layout.rows.pos,
+                layout.rows.block_start,
+                ratio=self.indexer.ratio,
+                topk=blocks_per_query(self.config),
+            )
+        if checkpointed:
+            self.routes.save(ids, q_idx, layout)
+        self.routes.note(ids, layout)
+        return ids
+
+    def _attend(
+        self, query: Tensor, key: Tensor, value: Tensor, block_ids: Tensor | None, layout: TokenLayout
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        if not (self.checkpoint_core_attention and self.training):
+            return self.core_attention(query, key, value, block_ids, layout)
+        first_pass: list[tuple[Tensor, Tensor]] = []
+
+        def attend(query: Tensor, key: Tensor, value: Tensor, block_ids: Tensor | None) -> Tensor:
+            out, lse, keys = self.core_attention(query, key, value, block_ids, layout)
+            if not torch.is_grad_enabled():
+                first_pass.append((lse, keys))
+            return out
+
+        out = tensor_parallel.checkpoint(attend, False, query, key, value, block_ids)
+        return (out, *first_pass.pop())

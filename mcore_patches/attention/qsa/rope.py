@@ -1,0 +1,61 @@
+"""Rotary embedding by rows, any token at any place; casts as in megatron's unfused path and in transformers."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from mcore_patches.attention.qsa.layout import TokenLayout
+
+
+class Rotation(NamedTuple):
+    """cos and sin [N, rotary channels] of N tokens."""
+
+    cos: Tensor
+    sin: Tensor
+
+    def apply(self, x: Tensor) -> Tensor:
+        """Rotate the leading channels of x [N, ..., channels] in half-split pairs, in the dtype of x."""
+        width = self.cos.shape[-1]
+        shape = (-1, *[1] * (x.dim() - 2), width)
+        cos, sin = (t.to(x.dtype).view(shape) for t in self)
+        rotated, rest = x[..., :width], x[..., width:]
+        low, high = rotated.chunk(2, dim=-1)
+        rotated = rotated * cos + torch.cat((-high, low), dim=-1) * sin
+        return torch.cat((rotated, rest), dim=-1)
+
+
+class Rotations(NamedTuple):
+    """rows: of this rank's tokens. blocks: of the first token of each block of the whole batch."""
+
+    rows: Rotation
+    blocks: Rotation
+
+
+def rotations(table: Tensor, layout: TokenLayout, concentration: float) -> Rotations:
+    """The rotations of tokens and of blocks. A collective under context parallelism.
+
+    Args:
+        table: what megatron's rotary embeddings return, angles [positions, 1 or B, 1, rotary channels]. For batches a
+            row for each of this rank's places; for packed documents a row for each position in a document or, if it has
+            as
+            many rows as the batch has tokens, for each token.
+        concentration: factor on cos and sin, YaRN's attention factor.
+    """
+    first = layout.block_tokens.clamp(min=0)
+    if not layout.packed:
+        angles = layout.to_rows(table[:, :, 0].expand(-1, layout.batch, -1))
+        blocks = layout.gather(angles).index_select(0, first)
+    elif table.shape[0] == layout.num_tokens:
+        angles = table[:, 0, 0].index_select(0, layout.tokens)
+        blocks = table[:, 0, 0].index_select(0, first)
+    else:
+        angles = table[:, 0, 0].index_select(0, layout.rows.pos.clamp(min=0))
+        blocks = table[:, 0, 0].index_select(0, layout.all_rows.pos.index_select(0, first).clamp(min=0))
+    return Rotations(_rotation(angles, concentration), _rotation(blocks, concentration))
+
+
+def _rotation(angles: Tensor, concentration: float) -> Rotation:
+    return Rotation(angles.cos() * concentration, angles.sin() * concentration)
