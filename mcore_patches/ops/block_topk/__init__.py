@@ -25,6 +25,7 @@ from mcore_patches.ops.workspace import accumulation_dtype
 __all__ = ["resolve_backend", "select_blocks", "supports"]
 
 _OP = "select_blocks"
+# Loaded on demand: TileLang is optional. It holds `supports` and `select_blocks_tilelang`.
 _KERNELS = f"{__name__}.tilelang_backend"
 
 

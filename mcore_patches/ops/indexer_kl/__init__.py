@@ -29,6 +29,8 @@ from mcore_patches.ops.workspace import accumulation_dtype
 __all__ = ["indexer_kl", "resolve_backend", "supports"]
 
 _OP = "indexer_kl"
+# Loaded on demand: TileLang is optional. It holds `supports` and `indexer_kl_tilelang`, which returns what the chunked
+# path does.
 _KERNELS = f"{__name__}.tilelang_backend"
 _REDUCTIONS = ("sum", "mean")
 

@@ -82,36 +82,34 @@ def indexer_kl_chunked(
 
 
 class _RowScalars:
-    """Z, A, C and E of a chunk of rows, fed tile by tile; C and E are relative to the largest I so far.
-
-    Without that offset C / Z and E, both as large as the scores, would cancel.
-    """
+    """Z, A, C and E of a chunk of rows, fed tile by tile; E as its largest term and the sum of all relative to it."""
 
     def __init__(self, num_rows: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.z, self.a, self.c, self.denominator = torch.zeros(4, num_rows, dtype=dtype, device=device)
+        self.z, self.a, self.c, self.relative = torch.zeros(4, num_rows, dtype=dtype, device=device)
         self.largest = torch.full((num_rows,), float("-inf"), dtype=dtype, device=device)
 
     def add(self, mass: Tensor, logits: Tensor, visible: Tensor) -> None:
         """`mass` [R, B] is 0 where not `visible`; `logits` may be anything there."""
-        masked = logits.masked_fill(~visible, float("-inf"))
-        largest = torch.maximum(self.largest, masked.amax(dim=1))
-        before, now = finite_lse(self.largest).squeeze(-1), finite_lse(largest).squeeze(-1)
-        self.denominator = self.denominator * (self.largest - now).exp() + (masked - now[:, None]).exp().sum(dim=1)
-        self.c += self.z * (before - now) + (mass * (logits - now[:, None]).masked_fill(~visible, 0.0)).sum(dim=1)
         self.z += mass.sum(dim=1)
         self.a += torch.xlogy(mass, mass).sum(dim=1)
+        self.c += (mass * logits.masked_fill(~visible, 0.0)).sum(dim=1)
+        logits = logits.masked_fill(~visible, float("-inf"))
+        largest = torch.maximum(self.largest, logits.amax(dim=1))
+        reference = finite_lse(largest)
+        self.relative *= (self.largest - reference.squeeze(-1)).exp()
+        self.relative += (logits - reference).exp().sum(dim=1)
         self.largest = largest
 
     def divergences(self, counted: Tensor) -> Tensor:
         """KL of each row; 0 where the row does not count or its teacher has no mass."""
         z = self.z.masked_fill(self.z == 0, 1.0)
-        kl = (self.a - self.c) / z - z.log() + self.denominator.log()
+        kl = (self.a - self.c) / z - z.log() + self.largest + self.relative.log()
         return kl.masked_fill(~counted | (self.z == 0), 0.0)
 
     def dlogits(self, mass: Tensor, logits: Tensor, visible: Tensor, counted: Tensor) -> Tensor:
         """dKL/dI [R, B]; 0 where `divergences` is 0 by rule, and where not visible."""
         live = visible & (counted & (self.z != 0))[:, None]
-        student = (logits - finite_lse(self.largest)).exp() / self.denominator[:, None]
+        student = (logits - finite_lse(self.largest)).exp() / self.relative[:, None]
         return (student - mass / self.z[:, None]).masked_fill(~live, 0.0)
 
 

@@ -30,6 +30,10 @@ def indexer_kl_naive(
     """Arguments and result as in `indexer_kl`; a Python loop over rows that reads positions and ids on the host
     and always refuses NaN."""
     dtype = accumulation_dtype(q.dtype, q_idx.dtype)
+    result_dtype = accumulation_dtype(q_idx.dtype)
+    # Converted once, so that autograd sums the rows' gradients before it rounds them.
+    q_idx, k_blocks = q_idx.to(dtype), k_blocks.to(dtype)
+    weights = None if weights is None else weights.to(dtype)
     valid_rows = [True] * len(row_pos) if valid is None else valid.tolist()
     total = q_idx.new_zeros((), dtype=dtype)
     counted = 0
@@ -59,11 +63,11 @@ def indexer_kl_naive(
                 continue
             teacher = block_mass / block_mass.sum()
 
-            products = q_idx[row].to(dtype) @ k_blocks[[block_start + b for b in blocks]].to(dtype).T
+            products = q_idx[row] @ k_blocks[[block_start + b for b in blocks]].T
             if relu:
                 products = products.relu()
             if weights is not None:
-                products = products * weights[row].to(dtype)[:, None]
+                products = products * weights[row, :, None]
             log_student = (index_scale * products.sum(dim=0)).log_softmax(dim=0)
             divergence = (torch.xlogy(teacher, teacher) - teacher * log_student).sum()
             if divergence.isnan():
@@ -71,7 +75,7 @@ def indexer_kl_naive(
                 raise ValueError(f"indexer_kl: {what} must not be NaN; row {row} has some")
             total = total + divergence
     loss = total / max(counted, 1) if reduction == "mean" else total
-    return loss.to(accumulation_dtype(q_idx.dtype))
+    return loss.to(result_dtype)
 
 
 def _attention_mass(q: Tensor, k: Tensor, scale: float, lse: Tensor | None) -> Tensor:

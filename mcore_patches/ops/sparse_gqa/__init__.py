@@ -25,6 +25,7 @@ from mcore_patches.ops.sparse_gqa.naive import sparse_gqa_naive
 __all__ = ["resolve_backend", "sparse_gqa", "supports"]
 
 _OP = "sparse_gqa"
+# Loaded on demand: TileLang is optional. It holds `supports` and `sparse_gqa_tilelang`.
 _KERNELS = f"{__name__}.tilelang_backend"
 
 
