@@ -36,6 +36,7 @@ __all__ = [
     "Norm",
     "block_spec",
     "build_gpt",
+    "check_parallel_sizes",
     "dsa_attention_spec",
     "dsa_config",
     "fused_indexer_declined",
@@ -72,7 +73,7 @@ def build_gpt(
         RuntimeError: model parallelism is not initialised.
         ValueError: config and model parallelism disagree on a size.
     """
-    _check_parallel_sizes(config)
+    check_parallel_sizes(config)
     if not isinstance(attention, TransformerBlockSubmodules):
         attention = block_spec(config, attention, vp_stage=vp_stage)
     stage: dict[str, Any] = {
@@ -118,7 +119,8 @@ def fused_indexer_declined() -> Iterator[None]:
         log.undo()
 
 
-def _check_parallel_sizes(config: TransformerConfig) -> None:
+def check_parallel_sizes(config: TransformerConfig) -> None:
+    """Raise unless model parallelism is initialised (RuntimeError) with the config's sizes (ValueError)."""
     if not parallel_state.model_parallel_is_initialized():
         raise RuntimeError("model parallelism is not initialised: call init_model_parallel() first")
     for field, initialised in (

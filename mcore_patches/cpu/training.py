@@ -14,7 +14,10 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.transformer.experimental_attention_variant.dsa import DSAIndexerLossAutoScaler
+from megatron.core.transformer.experimental_attention_variant.dsa import (
+    DSAIndexerLossAutoScaler,
+    DSAIndexerLossLoggingHelper,
+)
 from megatron.core.utils import get_model_config
 
 from mcore_patches.cpu.data import Batch
@@ -46,7 +49,7 @@ def train_step(model: torch.nn.Module, batch: Batch, optimizer: torch.optim.Opti
         if getattr(config, field) > 1:
             raise ValueError(f"{field}={getattr(config, field)}: train_step is for one process, use schedule_step")
     model.zero_grad()
-    with _fresh_indexer_loss_scale():
+    with _fresh_indexer_state():
         losses = _forward(model, batch)
         loss = (losses.float() * batch.loss_mask).sum() / batch.loss_mask.sum()
         loss.backward()
@@ -106,7 +109,7 @@ def schedule_step(
         chunk.zero_grad_buffer()
     if optimizer is not None:
         optimizer.zero_grad()
-    with _fresh_indexer_loss_scale():
+    with _fresh_indexer_state():
         reports = get_forward_backward_func()(
             forward_step_func=partial(_forward_step, loss_form=loss_form),
             data_iterator=[iter(microbatches) for _ in chunks] if len(chunks) > 1 else iter(microbatches),
@@ -123,10 +126,12 @@ def schedule_step(
 
 
 @contextlib.contextmanager
-def _fresh_indexer_loss_scale() -> Iterator[None]:
-    # The scale that a schedule sets outlives it in the class: it would scale the next plain step, and the scalar that
-    # a plain step leaves there does not fit what 0.19's schedules copy into it.
+def _fresh_indexer_state() -> Iterator[None]:
+    # Class attributes of megatron's that outlive the model. The loss scale that a schedule sets would scale the next
+    # plain step, and the scalar that a plain step leaves there does not fit what 0.19's schedules copy into it.
+    # The log of losses has as many entries as the first model had layers.
     DSAIndexerLossAutoScaler.main_loss_backward_scale = None
+    DSAIndexerLossLoggingHelper.tracker.clear()
     try:
         yield
     finally:
