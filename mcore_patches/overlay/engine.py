@@ -579,7 +579,9 @@ class Engine:
             if refusal:
                 return Outcome(State.DISABLED, f"{refusal}; naming it would fail: {error}")
             return Outcome(State.IMPORT_FAILED, error)
-        decision = self._decide(patch, found, entry.id in forced, planned=planned, in_time=entry.id in self._pending)
+        pending = self._pending.get(entry.id)
+        force = entry.id in forced or (pending is not None and pending.forced)
+        decision = self._decide(patch, found, force, planned=planned, in_time=pending is not None)
         if decision.state is State.ALREADY_APPLIED:
             lacks = _lacks(patch, decision.sites)
             if lacks:
@@ -589,7 +591,7 @@ class Engine:
             return Outcome(State.APPLIED, "; ".join(filter(None, reasons)), decision.sites)
         placed = [s.target.qualname for s in decision.sites if s.stack and entry.id in s.stack.ids]
         partly = f"in place on {', '.join(placed)} only" if placed else ""
-        if entry.id in self._pending and decision.state is State.APPLIED:
+        if pending is not None and decision.state is State.APPLIED:
             waiting = sorted({s.module_name or "" for s in decision.sites if s.module is None})
             reason = f"waits for the import of {', '.join(waiting)}" if waiting else "apply_patches() goes on with it"
             if underway := sorted({s.module_name or "" for s in decision.sites if s.underway}):

@@ -6,6 +6,8 @@ there, because a flag kept elsewhere lies after a reload, a fork or a second imp
 
 from __future__ import annotations
 
+import functools
+import gc
 import inspect
 import weakref
 from collections.abc import Iterable, Sequence
@@ -278,7 +280,7 @@ def dressed(replacement: Any, below: Any, original: Any, layer: Layer) -> Functi
 
 
 def _reachable(function: Any, original: Any) -> set[int]:
-    """Ids of the cells, closures and functions below a replacement, down to the original."""
+    """Ids of the functions, cells and containers below a replacement, down to the original."""
     found: set[int] = set()
     pending = [function]
     while pending:
@@ -287,17 +289,9 @@ def _reachable(function: Any, original: Any) -> set[int]:
             continue
         found.add(id(obj))
         if type(obj) is FunctionType:
-            found.add(id(obj.__dict__))
-            pending += [x for x in (obj.__closure__, obj.__defaults__, obj.__kwdefaults__) if x]
-        elif type(obj) is tuple:
-            pending += obj
-        elif type(obj) is dict:
-            pending += obj.values()
-        elif type(obj) is CellType:
-            try:
-                pending.append(obj.cell_contents)
-            except ValueError:  # a cell that was never filled
-                continue
+            pending += [x for x in (obj.__closure__, obj.__defaults__, obj.__kwdefaults__, obj.__dict__) if x]
+        elif type(obj) in (tuple, list, set, frozenset, dict, CellType, functools.partial):
+            pending += gc.get_referents(obj)
     return found
 
 

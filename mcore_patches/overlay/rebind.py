@@ -159,9 +159,13 @@ def _describe(holder: Any, original: Any, above: list[Any]) -> str | None:
         return _describe_tuple(holder, above)
     if issubclass(kind, dict):
         return _describe_dict(holder, original, above)
-    if issubclass(kind, list | set | frozenset):
+    if kind in (list, set, frozenset):
         return f"a {kind.__name__} of {len(holder)} items"
-    return f"an instance of {kind.__module__}.{kind.__qualname__}"
+    names = _instance_dict(holder)
+    # Small instances hold their attributes themselves, without a dictionary that would be the holder.
+    if type(names) is dict and (key := _key(names, original)) is not None:
+        return f"attribute {key!r} of an instance of {_kind(holder)}"
+    return f"an instance of {_kind(holder)}"
 
 
 def _describe_tuple(holder: Any, above: list[Any]) -> str | None:
@@ -173,11 +177,11 @@ def _describe_tuple(holder: Any, above: list[Any]) -> str | None:
                 return None
         if issubclass(type(owner), functools.partial):
             return f"argument of functools.partial over {_name(owner.func)}"
-    return f"a {type(holder).__name__} of {len(holder)} items"
+    return f"a tuple of {len(holder)} items" if type(holder) is tuple else f"an instance of {_kind(holder)}"
 
 
 def _describe_dict(holder: dict[Any, Any], original: Any, above: list[Any]) -> str | None:
-    key = next((k for k, v in list(holder.items()) if v is original), None)
+    key = _key(holder, original)
     for owner in above:
         kind = type(owner)
         if _is_ours(kind):
@@ -199,6 +203,10 @@ def _describe_dict(holder: dict[Any, Any], original: Any, above: list[Any]) -> s
     return f"a dict, under the key {key!r}"
 
 
+def _key(names: dict[Any, Any], value: Any) -> Any:
+    return next((k for k, v in list(names.items()) if v is value), None)
+
+
 def _instance_dict(owner: Any) -> Any:
     try:
         return object.__getattribute__(owner, "__dict__")
@@ -211,20 +219,23 @@ MADE_BY = "__mcore_patches_layer__"
 
 
 def made_by_us(function: FunctionType) -> bool:
-    return hasattr(function, MADE_BY) or (function.__module__ or "").startswith(_OVERLAY)
+    return hasattr(function, MADE_BY) or str(function.__module__).startswith(_OVERLAY)
 
 
 def _is_ours(kind: type) -> bool:
-    module = kind.__module__
-    return type(module) is str and module.startswith(_OVERLAY)
+    return str(_MODULE_OF.__get__(kind)).startswith(_OVERLAY)
 
 
 def _kind(obj: Any) -> str:
-    return f"{type(obj).__module__}.{type(obj).__qualname__}"
+    return f"{_MODULE_OF.__get__(type(obj))}.{_QUALNAME_OF.__get__(type(obj))}"
+
+
+# A metaclass may have properties of these names, which would run its code.
+_MODULE_OF, _QUALNAME_OF = vars(type)["__module__"], vars(type)["__qualname__"]
 
 
 def _name(obj: Any) -> str:
     """module.qualname of a function or class; of anything else, its type's."""
-    if issubclass(type(obj), FunctionType | type):
-        return f"{obj.__module__}.{obj.__qualname__}"
-    return _kind(obj)
+    if issubclass(type(obj), type):
+        return f"{_MODULE_OF.__get__(obj)}.{_QUALNAME_OF.__get__(obj)}"
+    return f"{obj.__module__}.{obj.__qualname__}" if type(obj) is FunctionType else _kind(obj)

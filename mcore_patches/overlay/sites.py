@@ -65,7 +65,7 @@ class Site:
             self._text = read_source(self.file)
             segment = source_segment(self._text, self.target.qualname)
         except SourceError as exc:
-            self.broken = str(exc)
+            self.broken = f"{self.file}: {exc.reason}"
             return
         if segment is None:
             self.absent = f"{self.file} does not define {self.target.qualname}"

@@ -1,0 +1,221 @@
+"""Run a test's body in a process of its own, at the price of a fork.
+
+An overlay is about the state of a process, so almost every test needs a fresh one, and starting an interpreter with torch
+and megatron takes seconds. A "zygote" is a process that has imported what a family of tests needs and then forks one
+child a test. It has created no engine and applied no patch, so a child is as good as a fresh interpreter that has made
+the same imports. What must hold in a real fresh interpreter (import costs, environment of a spawned worker) is tested
+with one.
+
+    @isolated()                     # nothing of megatron, no torch
+    def test_something(tmp_path): ...
+
+    @isolated("megatron")           # torch and the targets of all patches, of the installed release
+    def test_more(release): ...
+
+Fixtures are evaluated by pytest as usual; their values travel by pickle. Asserts work as usual; when one fails the
+child's traceback, with the local variables, is the failure's message.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import importlib
+import os
+import pickle
+import reprlib
+import select
+import signal
+import struct
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+TIMEOUT_SECONDS = 120
+
+
+class ChildFailed(AssertionError):
+    """A test's body failed in its process; the text is the traceback there."""
+
+
+def isolated(preload: str = "plain", **environment: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Decorator: run the test in a child of the zygote `preload`, with `environment` on top of a clean one."""
+
+    def decorate(test: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(test)
+        def run(**fixtures: Any) -> None:
+            call(f"{test.__module__}:{test.__qualname__}", fixtures, preload, environment)
+
+        run.body = test  # type: ignore[attr-defined]
+        return run
+
+    return decorate
+
+
+def call(
+    name: str, arguments: dict[str, Any], preload: str = "plain", environment: dict[str, str] | None = None
+) -> Any:
+    """Call "module:function" in a child and return its result. The body of an `isolated` test stands for the test."""
+    ok, value = zygote(preload).ask((name, arguments, environment or {}))
+    if not ok:
+        raise ChildFailed(f"in a process of its own:\n{value}")
+    return value
+
+
+@functools.cache
+def zygote(preload: str) -> Zygote:
+    return Zygote(preload)
+
+
+class Zygote:
+    """The parent's side of a zygote process."""
+
+    def __init__(self, preload: str) -> None:
+        environment = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "MCORE_PATCHES", "COV_"))}
+        environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+        for rank in ("RANK", "LOCAL_RANK"):
+            environment.pop(rank, None)
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", f"from tests.overlay.isolation import serve; serve({preload!r})"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=environment,
+            cwd=ROOT,
+        )
+        atexit.register(self.close)
+
+    def ask(self, request: Any) -> Any:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        _send(self._process.stdin.fileno(), request)
+        return _receive(self._process.stdout.fileno())
+
+    def close(self) -> None:
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+        self._process.wait(timeout=10)
+
+
+# The zygote's side -----------------------------------------------------------------------------------------------------
+
+
+def serve(preload: str) -> None:
+    requests, answers = os.dup(0), os.dup(1)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(2, 1)  # what tests print must not mix with the answers
+    _preload(preload)
+    while True:
+        try:
+            request = _receive(requests)
+        except EOFError:
+            return
+        _send(answers, _in_child(request))
+
+
+def _rewrite_assertions() -> None:
+    """As pytest does in its own process, so that a failed assertion shows its values."""
+    from _pytest.assertion import install_importhook
+    from _pytest.config import get_config
+
+    install_importhook(get_config())
+
+
+def _preload(preload: str) -> None:
+    _rewrite_assertions()
+    for module in ("pytest", "wrapt", "packaging.version", "importlib.metadata", "mcore_patches.overlay.engine"):
+        importlib.import_module(module)
+    if preload == "plain":
+        return
+    import warnings
+
+    warnings.simplefilter("ignore")
+    importlib.import_module("torch")
+    if preload == "torch":
+        return
+    assert preload == "megatron", preload
+    from mcore_patches.overlay.registry import Registry
+
+    for entry in Registry.discover("mcore_patches.patches").entries.values():
+        for target in entry.patch.targets if entry.patch else ():
+            for name in target.modules:
+                try:
+                    importlib.import_module(name)
+                except ModuleNotFoundError:
+                    continue
+                break
+
+
+def _in_child(request: Any) -> Any:
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.close(reader)
+        os.setpgid(0, 0)
+        try:
+            answer = (True, _run(*request))
+        except BaseException as error:
+            answer = (False, _told(error))
+        try:
+            _send(writer, answer)
+        except BaseException as error:
+            _send(writer, (False, _told(error)))
+        os._exit(0)
+    os.close(writer)
+    try:
+        if not select.select([reader], [], [], TIMEOUT_SECONDS)[0]:
+            return False, f"no answer within {TIMEOUT_SECONDS} s"
+        return _receive(reader)
+    except EOFError:
+        return False, "the process ended without an answer"
+    finally:
+        os.close(reader)
+        try:  # the child, and whatever it has started
+            os.killpg(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        os.waitpid(pid, 0)
+
+
+def _run(name: str, arguments: dict[str, Any], environment: dict[str, str]) -> Any:
+    os.environ.update(environment)
+    module_name, _, qualname = name.partition(":")
+    function = getattr(importlib.import_module(module_name), qualname)
+    return getattr(function, "body", function)(**arguments)
+
+
+_repr = reprlib.Repr(maxstring=400, maxother=800, maxlist=20)
+
+
+def _told(error: BaseException) -> str:
+    """The traceback, and what the variables of the test's own functions held."""
+    lines = traceback.format_exception(error)
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        code = frame.f_code
+        if code.co_filename.startswith(f"{ROOT}/tests") and code.co_filename != __file__:
+            lines += [f"in {code.co_name}: {k} = {_repr.repr(v)}\n" for k, v in frame.f_locals.items() if k[0] != "@"]
+    return "".join(lines)
+
+
+def _send(descriptor: int, message: Any) -> None:
+    data = pickle.dumps(message)
+    data = struct.pack("<Q", len(data)) + data
+    while data:
+        data = data[os.write(descriptor, data) :]
+
+
+def _receive(descriptor: int) -> Any:
+    return pickle.loads(_exactly(descriptor, struct.unpack("<Q", _exactly(descriptor, 8))[0]))
+
+
+def _exactly(descriptor: int, size: int) -> bytes:
+    parts = bytearray()
+    while len(parts) < size:
+        part = os.read(descriptor, size - len(parts))
+        if not part:
+            raise EOFError
+        parts += part
+    return bytes(parts)
