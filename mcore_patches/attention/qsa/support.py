@@ -150,7 +150,7 @@ FEATURES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
         "QSA norms q and k by RMS: set normalization='RMSNorm' and qk_l2_norm=False",
     ),
     (
-        "q and k norms recomputed from logits (qk_clip, log_max_attention_logit)",
+        "largest attention logits",
         lambda c: c.qk_clip or c.log_max_attention_logit,
         "the sparse attention does not keep the largest logits: set qk_clip=False and log_max_attention_logit=False",
     ),

@@ -1,0 +1,265 @@
+"""Fields, their checks, and the support matrix."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import inspect
+import pickle
+import re
+from typing import Any
+
+import pytest
+
+from mcore_patches.attention.qsa.config import FIELDS, STAGES
+from mcore_patches.attention.qsa.support import CHOICES, EXCLUDED, FEATURES, Setup, refusal, support_matrix_markdown
+from tests.attention.tiny import qsa_config, qsa_layer, run_layer
+
+pytestmark = pytest.mark.usefixtures("megatron")
+
+
+def test_fields_are_those_of_a_dataclass() -> None:
+    from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+
+    names = [field.name for field in FIELDS]
+    for cls in (TransformerConfig, MLATransformerConfig):
+        fields = {field.name: field.default for field in dataclasses.fields(cls)}
+        assert {name: fields[name] for name in names} == {field.name: field.default for field in FIELDS}
+        assert set(names) <= set(inspect.signature(cls).parameters)
+
+
+def test_config_survives_replace_deepcopy_and_pickle() -> None:
+    config = qsa_config(qsa_indexer_budget=12)
+    assert dataclasses.replace(config, qsa_stage="warmup").qsa_stage == "warmup"
+    for twin in (dataclasses.replace(config), copy.deepcopy(config), pickle.loads(pickle.dumps(config))):
+        assert (twin.qsa_indexer_budget, twin.qsa_indexer_n_heads, twin.qsa_stage) == (12, 4, "sparse")
+    with pytest.raises(ValueError, match="qsa_stage='dense': must be one of 'frozen', 'warmup', 'sparse'"):
+        dataclasses.replace(config, qsa_stage="dense")
+
+
+def test_subclasses_take_and_check_the_fields() -> None:
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    @dataclasses.dataclass
+    class Provider(TransformerConfig):
+        seq_length: int = 8
+
+    given = {f.name: getattr(qsa_config(), f.name) for f in dataclasses.fields(TransformerConfig) if f.init}
+    assert Provider(**given, seq_length=9).qsa_indexer_n_heads == 4
+    with pytest.raises(ValueError, match="qsa_indexer_kv_heads=2"):
+        Provider(**{**given, "qsa_indexer_kv_heads": 2})
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"qsa_indexer_n_heads": None}, "qsa_indexer_n_heads=None: .* needs the number of index heads"),
+        ({"experimental_attention_variant": None}, "qsa_indexer_n_heads=4 with experimental_attention_variant=None"),
+        (
+            {"linear_attention_freq": 4},
+            "linear_attention_freq=4 .* set experimental_attention_variant='gated_delta_net'",
+        ),
+        ({"qsa_indexer_n_heads": 0}, "qsa_indexer_n_heads=0: must be an int of at least 1"),
+        ({"qsa_indexer_n_heads": True}, "qsa_indexer_n_heads=True: must be an int"),
+        ({"qsa_indexer_kv_heads": 2}, "qsa_indexer_kv_heads=2: must be 1"),
+        ({"qsa_indexer_head_dim": 15}, "qsa_indexer_head_dim=15: must be even"),
+        ({"qsa_indexer_budget": 9}, "qsa_indexer_budget=9: must be a multiple of qsa_indexer_compress_ratio=4"),
+        ({"qsa_indexer_compress_ratio": 0}, "qsa_indexer_compress_ratio=0: must be an int of at least 1"),
+        ({"qsa_stage": "dense"}, "qsa_stage='dense': must be one of"),
+        ({"qsa_indexer_loss_reduction": "max"}, "qsa_indexer_loss_reduction='max': must be one of 'mean', 'sum'"),
+        ({"qsa_indexer_detach_input": 1}, "qsa_indexer_detach_input=1: must be True or False"),
+        ({"qsa_indexer_loss_coeff": None}, "qsa_indexer_loss_coeff=None: qsa_stage='sparse' trains the indexer"),
+        ({"qsa_indexer_loss_coeff": 0.0}, "qsa_indexer_loss_coeff=0.0: .* above 0"),
+        ({"qsa_indexer_loss_coeff": float("nan")}, "qsa_indexer_loss_coeff=nan"),
+        (
+            {"qsa_stage": "frozen", "qsa_indexer_loss_coeff": 0.1},
+            "qsa_indexer_loss_coeff=0.1: must be None with qsa_stage='frozen'",
+        ),
+        (
+            {"qsa_indexer_loss_reduction": "sum", "calculate_per_token_loss": True},
+            "qsa_indexer_loss_reduction='sum' with calculate_per_token_loss=True",
+        ),
+    ],
+    ids=lambda x: "-".join(map(str, x)) if isinstance(x, dict) else "",
+)
+def test_each_fault_has_one_clear_error(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        qsa_config(**fields)
+
+
+def test_configs_without_qsa_are_left_alone() -> None:
+    from mcore_patches.cpu.models import gpt_config
+
+    config = gpt_config(attention_dropout=0.5, qsa_indexer_kv_heads=7)
+    assert config.qsa_indexer_n_heads is None
+
+
+REFUSED = {
+    "multi-latent attention": {"multi_latent_attention": True},
+    "attention dropout": {"attention_dropout": 0.1},
+    "sliding windows": {"window_size": (64, 0)},
+    "attention sinks": {"softmax_type": "off-by-one"},
+    "interleaved rotary embedding": {"rotary_interleaved": True},
+    "q and k norms other than RMS norm": {"normalization": "LayerNorm"},
+    "largest attention logits": {"qk_clip": True},
+    "query-key layer scaling": {"apply_query_key_layer_scaling": True},
+    "fused QKV rotary embedding": {"fused_single_qkv_rope": True},
+    "Kitchen attention": {"use_kitchen": True},
+    "CUDA graphs": {"cuda_graph_impl": "local"},
+    "offloading of attention activations": {
+        "fine_grained_activation_offloading": True,
+        "offload_modules": ["core_attn"],
+    },
+    "CPU offloading of activations": {"cpu_offloading": True},
+    "dynamic or hierarchical context parallelism": {"hybrid_context_parallel": True},
+    "inference-optimised layers": {"flash_decode": True},
+}
+
+
+def test_every_refused_feature_is_listed_here() -> None:
+    assert set(REFUSED) == {feature for feature, _, _ in FEATURES}
+
+
+@pytest.mark.parametrize("feature", REFUSED)
+def test_refused_features_name_the_setting_to_change(feature: str) -> None:
+    config = qsa_config()
+    assert refusal(Setup(config)) is None
+    # Set afterwards: megatron has checks of its own on some of them.
+    for name, value in REFUSED[feature].items():
+        setattr(config, name, value)
+    message = refusal(Setup(config))
+    assert message is not None
+    assert message.startswith(f"QSA does not support {feature}: ")
+    assert any(name in message for name in REFUSED[feature])
+    with pytest.raises(ValueError, match=re.escape(message)):
+        qsa_layer(config)
+
+
+CHOSEN: dict[tuple[str, str], dict[str, Any]] = {
+    ("TP", "1"): {},
+    ("TP", "> 1"): {"tp": 2},
+    ("TP", "> 1 with SP"): {"tp": 2, "sp": True},
+    ("CP", "1"): {},
+    ("CP", "> 1, all-gather"): {"cp": 2, "cp_comm_type": ["all_gather", "allgather"]},
+    ("CP", "> 1, p2p or a2a"): {"cp": 2, "cp_comm_type": "p2p"},
+    ("PP", "1"): {},
+    ("PP", "> 1"): {"pp": 2},
+    ("PP", "> 1, interleaved"): {"pp": 2, "num_layers": 4, "virtual_pipeline_model_parallel_size": 2},
+    ("recompute", "none"): {},
+    ("recompute", "full"): {
+        "recompute_granularity": "full",
+        "recompute_method": "block",
+        "recompute_num_layers": 1,
+    },
+    ("recompute", "selective, core_attn"): {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
+    ("recompute", "selective, other modules"): {
+        "recompute_granularity": "selective",
+        "recompute_modules": ["layernorm"],
+    },
+    ("dtype", "fp32"): {},
+    ("dtype", "bf16"): {"dtype": "bf16"},
+    ("dtype", "fp16"): {"fp16": True},
+}
+
+
+@pytest.mark.parametrize("choice", CHOICES, ids=lambda choice: f"{choice.axis}-{choice.name}")
+def test_support_matrix_is_what_construction_enforces(choice: Any) -> None:
+    key = (choice.axis, choice.name)
+    if choice.axis == "layout":
+        assert refusal(Setup(qsa_config(), choice.name.lower())) is None
+        assert [c for c in CHOICES if c.axis == "layout" and c.holds(Setup(None, choice.name.lower()))] == [choice]
+        return
+    if key == ("dtype", "fp8 or fp4"):  # megatron itself wants Transformer Engine for it
+        config = qsa_config()
+        config.fp8 = "hybrid"
+        assert refusal(Setup(config)) == f"QSA does not support dtype fp8 or fp4: {choice.why_not}"
+        return
+    if choice.why_not:
+        with pytest.raises(ValueError, match=re.escape(f"QSA does not support {choice.axis} {choice.name}: ")):
+            qsa_config(**CHOSEN[key])
+        return
+    config = qsa_config(**CHOSEN[key])
+    held = [c.name for c in CHOICES if c.axis == choice.axis and c.holds(Setup(config))]
+    assert held == [choice.name]
+
+
+def test_excluded_combinations_are_refused_once_the_layout_is_known() -> None:
+    config = qsa_config(cp=2, mrope_section=[2, 1, 1])
+    assert refusal(Setup(config, "bshd")) is None
+    message = refusal(Setup(config, "thd"))
+    assert (
+        message
+        == f"QSA does not support layout THD with CP > 1, all-gather with rotary multimodal: {EXCLUDED[0].why_not}"
+    )
+    assert refusal(Setup(qsa_config(mrope_section=[2, 1, 1]), "thd")) is None
+
+
+def test_markdown_has_every_choice_and_reason() -> None:
+    text = support_matrix_markdown()
+    for choice in CHOICES:
+        assert f"| {choice.axis} | {choice.name} | {'no' if choice.why_not else 'yes'} |" in text
+    for feature, _, why_not in FEATURES:
+        assert f"- {feature}: {why_not}." in text
+    assert all(excluded.why_not in text for excluded in EXCLUDED)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"inference_context": object()},
+        {"inference_params": object()},
+        {"rotary_pos_cos": 1},
+        {"sequence_len_offset": 1},
+    ],
+    ids=lambda arguments: next(iter(arguments)),
+)
+def test_inference_is_refused(arguments: dict[str, Any]) -> None:
+    import torch
+
+    layer = qsa_layer(qsa_config()).eval()
+    with pytest.raises(
+        NotImplementedError, match=f"{next(iter(arguments))} is given: QSA layers train and evaluate only"
+    ):
+        layer(torch.zeros(8, 1, 64), None, **arguments)
+
+
+def test_calls_that_qsa_cannot_serve_are_refused() -> None:
+    import torch
+
+    from tests.attention.tiny import packed_params, rotary_table
+
+    layer, x = qsa_layer(qsa_config()), torch.zeros(8, 1, 64)
+    with pytest.raises(ValueError, match="attention_bias is given"):
+        layer(x, None, attention_bias=x)
+    with pytest.raises(ValueError, match="key_value_states is given"):
+        layer(x, None, key_value_states=x)
+    packed = packed_params([8])
+    packed.qkv_format = "sbhd"
+    with pytest.raises(ValueError, match="qkv_format='sbhd'"):
+        layer(x, None, packed_seq_params=packed)
+    packed = packed_params([8])
+    packed.local_cp_size = 1
+    with pytest.raises(ValueError, match="local_cp_size=1: QSA does not support dynamic context parallelism"):
+        layer(x, None, packed_seq_params=packed)
+    with pytest.raises(
+        ValueError, match="rotary embedding covers 32 channels, index heads have qsa_indexer_head_dim=16"
+    ):
+        layer(x, None, rotary_pos_emb=rotary_table(8, 32))
+
+
+def test_warmup_refuses_a_trained_backbone() -> None:
+    import torch
+
+    from mcore_patches.attention.qsa import freeze_backbone
+
+    layer = qsa_layer(qsa_config(qsa_stage="warmup"))
+    with pytest.raises(RuntimeError, match=r"trains only the indexer, but linear_proj\.weight requires a gradient"):
+        run_layer(layer, torch.randn(8, 1, 64))
+    freeze_backbone(layer)
+    run_layer(layer, torch.randn(8, 1, 64)).sum().backward()
+    assert all(p.grad is not None for p in layer.indexer.parameters())
+
+
+def test_stages_are_those_of_the_field() -> None:
+    (stage,) = (field for field in FIELDS if field.name == "qsa_stage")
+    assert stage.type.__args__ == STAGES

@@ -1,0 +1,347 @@
+"""The whole layer in one process: against transformers, document by document, and where gradients may flow."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from mcore_patches.attention.qsa import record_routes
+from tests.attention.tiny import (
+    RATIO,
+    Reference,
+    attended_tokens,
+    grads_of,
+    qsa_config,
+    qsa_layer,
+    relative_error,
+    run_layer,
+)
+from tests.ops.qsa_helpers import lengths_id, no_host_reads
+
+pytestmark = pytest.mark.usefixtures("megatron")
+
+LAYOUTS = [[13, 50, 33], [1, 3, 4, 41, 7, 40], [64, 32], [5] * 6, [96]]
+
+
+def _scores(layer: Any, hidden: Tensor, lengths: Sequence[int]) -> list[Tensor]:
+    """Block scores of each row, computed row by row in float64 from the layer's own fp32 index queries and keys."""
+    from mcore_patches.attention.qsa.layout import packed_layout
+    from mcore_patches.attention.qsa.rope import rotations
+    from tests.attention.tiny import packed_params, rotary_table
+
+    with torch.no_grad():
+        layout = packed_layout(packed_params(lengths), hidden.shape[0], RATIO, layer.pg_collection.cp)
+        rotation = rotations(rotary_table(max(lengths), packed=True), layout, 1.0)
+        q_idx, k_blocks = layer._index(hidden, layout, rotation)
+    scores = torch.einsum("thd,bd->thb", q_idx.double(), k_blocks.double()).relu().sum(1)
+    starts, positions = layout.rows.block_start.tolist(), layout.rows.pos.tolist()
+    return [scores[t, start : start + (pos + 1) // RATIO] for t, (start, pos) in enumerate(zip(starts, positions))]
+
+
+@pytest.mark.parametrize("lengths", LAYOUTS, ids=lengths_id)
+def test_selection_is_that_of_transformers(lengths: list[int]) -> None:
+    config = qsa_config()
+    layer = qsa_layer(config)
+    hidden = torch.randn(sum(lengths), 1, config.hidden_size)
+    with torch.no_grad(), record_routes(layer) as routes:
+        run_layer(layer, hidden, lengths)
+    (ids,) = routes[1]
+    attended = attended_tokens(ids, lengths, RATIO)
+    theirs = Reference(layer, config).selection(hidden, lengths)[0]
+    differing = (attended != theirs).any(dim=1).nonzero().flatten().tolist()
+    scores = _scores(layer, hidden, lengths)
+    for row in differing:
+        # Ties, which torch.topk orders as it likes, are the only excuse: every block chosen by one side only has the
+        # score of the cut within 4 ulp of fp32.
+        mine = {b for b in ids[row].tolist() if b >= 0}
+        start = row - int(_position(row, lengths))
+        chosen = {b for b in range(len(scores[row])) if theirs[row, start + b * RATIO]}
+        cut = scores[row].sort(descending=True).values[len(mine) - 1].float()
+        ulp = (torch.nextafter(cut, torch.tensor(float("inf"))) - cut).item()
+        for block in mine ^ chosen:
+            assert abs(scores[row][block].item() - cut.item()) <= 4 * ulp, (row, block)
+    assert len(differing) <= 2, f"{len(differing)} rows tie at the cut"
+
+
+def _position(row: int, lengths: Sequence[int]) -> int:
+    for length in lengths:
+        if row < length:
+            return row
+        row -= length
+    raise IndexError(row)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "kv_heads"),
+    [*((lengths, 2) for lengths in LAYOUTS), ([13, 20], 1), ([13, 20], 4), (None, 2)],
+    ids=lambda x: f"Hkv{x}" if isinstance(x, int) else "B2-S37" if x is None else lengths_id(x),
+)
+def test_outputs_and_gradients_are_those_of_transformers(lengths: list[int] | None, kv_heads: int) -> None:
+    config = qsa_config(num_query_groups=kv_heads, qsa_indexer_n_heads=8)
+    layer = qsa_layer(config)
+    shape = (37, 2) if lengths is None else (sum(lengths), 1)
+    hidden = torch.randn(*shape, config.hidden_size, requires_grad=True)
+    theirs = hidden.detach().clone().requires_grad_()
+    reference = Reference(layer, config)
+
+    out = run_layer(layer, hidden, lengths)
+    expected = reference.forward(theirs, lengths)
+    assert relative_error(expected, out) < 1e-6
+    weight = torch.randn_like(out)
+    (out * weight).sum().backward()
+    (expected * weight).sum().backward()
+
+    assert relative_error(theirs.grad, hidden.grad) < 2e-6
+    gradients = reference.gradients(config)
+    for name, grad in grads_of(layer).items():
+        # transformers has no indexer loss; ours is looked at elsewhere.
+        if not name.startswith("indexer."):
+            assert relative_error(gradients[name], grad) < 2e-6, name
+
+
+def test_bfloat16_rounds_where_transformers_does() -> None:
+    config = qsa_config("bf16", qsa_indexer_n_heads=8)
+    layer = qsa_layer(config).eval()
+    hidden = torch.randn(96, 1, config.hidden_size).bfloat16()
+    reference = Reference(layer, config)
+    with torch.no_grad(), record_routes(layer) as routes:
+        out = run_layer(layer, hidden, [13, 50, 33])
+    attended = attended_tokens(routes[1][0], [13, 50, 33], RATIO)
+    same = (attended == reference.selection(hidden, [13, 50, 33])[0]).all(dim=1)
+    # bf16 products tie often, and torch.topk orders ties as it likes.
+    assert same.float().mean() > 0.95
+    with torch.no_grad():
+        expected = reference.forward(hidden, [13, 50, 33])
+    assert relative_error(expected[same], out[same]) < 1e-2
+
+
+@pytest.mark.parametrize("stage", ["sparse", "warmup"])
+def test_packed_documents_equal_separate_ones(stage: str) -> None:
+    lengths = [13, 1, 3, 50, 4, 33]
+    config = qsa_config(qsa_stage=stage, qsa_indexer_loss_reduction="sum")
+    layer = _trainable(qsa_layer(config), stage)
+    hidden = torch.randn(sum(lengths), 1, config.hidden_size)
+    whole = run_layer(layer, hidden, lengths)
+    weight = torch.randn_like(whole)
+    (whole * weight).sum().backward()
+    packed = {name: grad.clone() for name, grad in grads_of(layer).items() if grad is not None}
+    layer.zero_grad()
+    row = 0
+    for length in lengths:
+        one = slice(row, row + length)
+        out = run_layer(layer, hidden[one])
+        assert relative_error(whole[one], out) < 1e-6, length
+        (out * weight[one]).sum().backward()
+        row += length
+    assert packed.keys() == {name for name, grad in grads_of(layer).items() if grad is not None}
+    for name, grad in packed.items():
+        assert relative_error(grad, layer.get_parameter(name).grad) < 3e-6, name
+
+
+@pytest.mark.parametrize("padding", ["between", "after"])
+def test_padding_changes_nothing(padding: str) -> None:
+    """Padding inside a document's room, or after the last document, is not attended, not selected and not counted."""
+    from tests.attention.tiny import packed_params, rotary_table
+
+    lengths, room = [13, 6, 33], [16, 8, 40]
+    config = qsa_config()
+    layer = qsa_layer(config)
+    hidden = torch.randn(sum(lengths), 1, config.hidden_size)
+    plain = run_layer(layer, hidden, lengths)
+    weight = torch.randn_like(plain)
+    (plain * weight).sum().backward()
+    expected = {name: grad.clone() for name, grad in grads_of(layer).items()}
+    layer.zero_grad()
+
+    if padding == "between":
+        packed, places, total = packed_params(lengths, room), [0, 16, 24], sum(room)
+    else:
+        packed, places, total = packed_params(lengths), [0, 13, 19], sum(lengths) + 11
+    real = torch.cat([torch.arange(at, at + n) for at, n in zip(places, lengths)])
+    padded = torch.full((total, 1, config.hidden_size), 1e3)
+    padded[real] = hidden
+    out, _ = layer(padded, None, rotary_pos_emb=rotary_table(40, packed=True), packed_seq_params=packed)
+    (out[real] * weight).sum().backward()
+    assert relative_error(plain, out[real]) < 1e-6
+    rest = torch.ones(total, dtype=torch.bool)
+    rest[real] = False
+    assert (out[rest] == 0).all()
+    for name, grad in grads_of(layer).items():
+        assert relative_error(expected[name], grad) < 3e-6, name
+
+
+def test_no_loss_crosses_over() -> None:
+    """The main loss gives the indexer no gradient, the indexer's loss none to anything else."""
+    config = qsa_config()
+    hidden = torch.randn(40, 2, config.hidden_size)
+
+    with_loss = qsa_layer(config)
+    x = hidden.clone().requires_grad_()
+    run_layer(with_loss, x).mul(0.0).sum().backward()
+    assert x.grad is None or not x.grad.any()
+    for name, grad in grads_of(with_loss).items():
+        if name.startswith("indexer."):
+            assert grad.abs().max() > 0, name
+        else:
+            assert grad is None or not grad.any(), name
+
+    frozen = qsa_layer(qsa_config(qsa_stage="frozen"))
+    for parameter in frozen.indexer.parameters():
+        parameter.requires_grad_(True)
+    run_layer(frozen, hidden.requires_grad_()).square().sum().backward()
+    for name, grad in grads_of(frozen).items():
+        if name.startswith("indexer."):
+            assert grad is None, name
+        else:
+            assert grad.abs().max() > 0, name
+
+
+def test_loss_reaches_below_when_asked_to() -> None:
+    config = qsa_config(qsa_indexer_detach_input=False)
+    layer = qsa_layer(config)
+    x = torch.randn(40, 2, config.hidden_size, requires_grad=True)
+    run_layer(layer, x).mul(0.0).sum().backward()
+    assert x.grad.abs().max() > 0
+    assert not layer.linear_qkv.weight.grad.any()
+
+
+@pytest.mark.parametrize("stage", ["sparse", "warmup"])
+@pytest.mark.parametrize("detach", [True, False], ids=["detached", "attached"])
+def test_indexer_gradient_against_finite_differences(stage: str, detach: bool) -> None:
+    """In float64, through projection, pooling, norms and rotation, with the attention's probabilities held still."""
+    from mcore_patches.attention.qsa.loss import training_loss
+    from mcore_patches.attention.qsa import attention
+
+    config = qsa_config(qsa_stage=stage, qsa_indexer_detach_input=detach)
+    layer = _trainable(qsa_layer(config).double(), stage)
+    hidden = torch.randn(21, 1, config.hidden_size, dtype=torch.float64)
+    losses: list[Tensor] = []
+
+    def keep(kl_sum: Tensor, *rest: Any) -> Tensor:
+        losses.append(training_loss(kl_sum, *rest))
+        return losses[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention, "training_loss", keep)
+        run_layer(layer, hidden, [9, 12]).mul(0.0).sum().backward()
+        for name, parameter in layer.indexer.named_parameters():
+            direction = torch.randn_like(parameter)
+            step = 1e-6
+            with torch.no_grad():
+                parameter.add_(direction, alpha=step)
+                plus = _loss_at(layer, hidden, losses)
+                parameter.add_(direction, alpha=-2 * step)
+                minus = _loss_at(layer, hidden, losses)
+                parameter.add_(direction, alpha=step)
+            slope = (plus - minus) / (2 * step)
+            assert slope == pytest.approx((parameter.grad * direction).sum().item(), rel=1e-5, abs=1e-9), name
+
+
+def _loss_at(layer: Any, hidden: Tensor, losses: list[Tensor]) -> float:
+    with torch.enable_grad():
+        run_layer(layer, hidden, [9, 12])
+    return losses[-1].item()
+
+
+def _trainable(layer: Any, stage: str) -> Any:
+    from mcore_patches.attention.qsa import freeze_backbone
+
+    if stage == "warmup":
+        freeze_backbone(layer)
+    return layer
+
+
+def test_own_block_is_not_forced() -> None:
+    """At the last token of a block there is no tail; the token is attended only if its block wins a place."""
+    config = qsa_config()
+    layer = qsa_layer(config)
+    hidden = torch.randn(96, 1, config.hidden_size)
+    with torch.no_grad(), record_routes(layer) as routes:
+        run_layer(layer, hidden, [96])
+    attended = attended_tokens(routes[1][0], [96], RATIO)
+    ends = torch.arange(RATIO - 1, 96, RATIO)
+    own = attended[ends, ends]
+    assert own[:2].all(), "the first two blocks are all there is to select"
+    assert not own.all()
+
+
+@pytest.mark.parametrize("length", [2047, 2048, 2049, 2050, 2051, 2052, 2055, 2056])
+def test_rows_are_dense_up_to_the_budget_at_the_real_sizes(length: int) -> None:
+    """Budget 2048, blocks of 4: row i is dense causal up to i = 2050, and holds 2048 to 2051 tokens from then on."""
+    config = qsa_config(qsa_indexer_budget=2048, qsa_indexer_n_heads=2, qsa_indexer_head_dim=8)
+    layer = qsa_layer(config).eval()
+    hidden = torch.randn(length, 1, config.hidden_size)
+    with torch.no_grad(), record_routes(layer) as routes:
+        run_layer(layer, hidden, [length])
+    ids = routes[1][0]
+    positions = torch.arange(length)
+    selected = (ids >= 0).sum(dim=1)
+    assert torch.equal(selected, ((positions + 1) // RATIO).clamp(max=512))
+    dense = positions[:2051]
+    assert all(
+        ids[i, : selected[i]].tolist() == list(range(selected[i])) for i in dense[::97].tolist() + [len(dense) - 1]
+    )
+    attended = selected * RATIO + (positions + 1) % RATIO
+    assert torch.equal(attended[:2051], dense + 1)
+    assert attended[2051:].tolist() == [2048 + (i + 1) % RATIO for i in range(2051, length)]
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 4, 5])
+def test_tiny_documents(length: int) -> None:
+    config = qsa_config()
+    layer = qsa_layer(config)
+    hidden = torch.randn(length, 1, config.hidden_size, requires_grad=True)
+    reference = Reference(layer, config)
+    out = run_layer(layer, hidden, [length])
+    assert relative_error(reference.forward(hidden.detach(), [length]), out) < 1e-6
+    out.sum().backward()
+    for name, grad in grads_of(layer).items():
+        assert grad is None or grad.isfinite().all(), name
+
+
+def test_evaluation_trains_nothing_and_saves_nothing() -> None:
+    from megatron.core.transformer.experimental_attention_variant.dsa import DSAIndexerLossLoggingHelper
+
+    DSAIndexerLossLoggingHelper.tracker.clear()
+    layer = qsa_layer(qsa_config()).eval()
+    x = torch.randn(40, 1, 64, requires_grad=True)
+    run_layer(layer, x).sum().backward()
+    assert all(p.grad is None for p in layer.indexer.parameters())
+    assert len(layer.routes) == 0
+    assert not DSAIndexerLossLoggingHelper.tracker
+
+
+def test_forward_and_backward_never_wait_for_the_device() -> None:
+    layer = qsa_layer(qsa_config())
+    x = torch.randn(48, 1, 64, requires_grad=True)
+    run_layer(layer, x, [13, 35])  # warm caches
+    from tests.attention.tiny import packed_params, rotary_table
+
+    table, packed = rotary_table(35, packed=True), packed_params([13, 35])
+    with no_host_reads():
+        layer(x, None, rotary_pos_emb=table, packed_seq_params=packed)[0].sum().backward()
+
+
+def test_multimodal_rotary_tables_differ_by_sequence() -> None:
+    """A table [S, B, 1, channels] with angles of its own for each sequence, in batches; per token in packed documents."""
+    from tests.attention.tiny import packed_params, rotary_table
+
+    layer = qsa_layer(qsa_config(mrope_section=[2, 1, 1])).eval()
+    hidden = torch.randn(24, 2, 64)
+    tables = [rotary_table(24), 3 * rotary_table(24)]
+    with torch.no_grad():
+        both, _ = layer(hidden, None, rotary_pos_emb=torch.cat(tables, dim=1))
+        for b, table in enumerate(tables):
+            one, _ = layer(hidden[:, b : b + 1], None, rotary_pos_emb=table)
+            assert relative_error(one, both[:, b : b + 1]) < 1e-6
+        packed, _ = layer(
+            hidden.transpose(0, 1).reshape(48, 1, 64),
+            None,
+            rotary_pos_emb=torch.cat(tables),
+            packed_seq_params=packed_params([24, 24]),
+        )
+    assert relative_error(both.transpose(0, 1).reshape(48, 1, 64), packed) < 1e-6
