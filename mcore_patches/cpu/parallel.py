@@ -12,10 +12,11 @@ from typing import Any
 import torch.distributed as dist
 
 from mcore_patches.cpu import shim
+from mcore_patches.cpu.launch import INIT_METHOD_VARIABLE
 
 __all__ = ["Layout", "destroy", "init_model_parallel", "model_parallel"]
 
-INIT_METHOD_VARIABLE = "MCORE_PATCHES_INIT_METHOD"
+
 
 _store: dist.Store | None = None
 _generation = 0
