@@ -17,9 +17,9 @@ from mcore_patches.ops.jit import CACHE, compile_kernel
 LOG2E = 1.4426950408889634
 MASK_BITS = 16
 _DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
-_FAST_MATH = {"tl.enable_fast_math": True}
-# The plan's barriers are written out: those that TileLang would add sit inside its loops over ids.
-_OWN_BARRIERS = {"tl.disable_thread_storage_sync": True}
+# Every barrier is written out: those that TileLang would add sit inside the loops that gather.
+_OWN_BARRIERS = {"tl.disable_thread_storage_sync": True, "tl.disable_warp_specialized": True}
+_FAST_MATH = {**_OWN_BARRIERS, "tl.enable_fast_math": True}
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Tiles:
     def capacity(self, topk: int, block_size: int) -> int:
         """Entries that a tile's list can hold: the limit, rounded up to whole steps."""
         step = self.keys // block_size
-        return -(-(self.limit(topk) + self.rows) // step) * step
+        return -(-self.limit(topk) // step) * step
 
 
 def choose_tiles(heads: int, kv_heads: int) -> Tiles:
@@ -164,7 +164,7 @@ def forward(
     out = torch.empty_like(q)
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
     scale_log2e = scale * LOG2E
-    union_forward_kernel(*shape)(q, k, v, plan.count, plan.first, plan.info, out, lse, scale_log2e)
+    union_forward_kernel(*shape)(q, k, v, plan.count, plan.first, plan.info, row_pos, out, lse, scale_log2e)
     row_forward_kernel(*shape)(
         q, k, v, block_ids, row_pos, row_start, plan.row_count, plan.count, out, lse, scale_log2e
     )

@@ -1,8 +1,9 @@
 """Plan of a sparse GQA call, built on the device: which blocks a tile of neighbouring rows reads, and who reads what.
 
-For every tile of ``rows`` rows the plan lists the union of the selected blocks, document by document and ascending in
-each, with a bit for every row that selected the block, then the rows' own incomplete blocks (the tails). A union larger
-than ``limit`` entries is not worth sharing: the tile is marked -1 and its rows are attended one by one.
+For every tile of ``rows`` rows the plan lists the union of the rows' blocks, document by document and ascending in each,
+with two bits for every row: it selected the block, or the block is its incomplete last one, of which it sees the tokens
+up to itself. A union larger than ``limit`` entries is not worth sharing: the tile is marked -1 and its rows are attended
+one by one.
 
 A presence bitmap of the document's blocks in shared memory does it without sorting: set bits, count them in a prefix
 sum, and an id's place in the list is the number of bits below it. Bits are combined by OR, so the order in which threads
@@ -19,13 +20,23 @@ def _popc(word):
     return T.call_extern("int32", "__popc", word)
 
 
+def _or_shared(element, bits):
+    """element |= bits. `T.atomic_or` emits an instruction for global memory, which faults on a shared address."""
+    T.evaluate(T.call_extern("int32", "atomicOr", T.address_of(element), bits))
+
+
+def _max_shared(element, value):
+    T.evaluate(T.call_extern("int32", "atomicMax", T.address_of(element), value))
+
+
 def plan(*, rows: int, block_size: int, topk: int, keys: int, capacity: int, words: int):
     """Build the kernel ``(block_ids, row_pos, row_start, row_count, count, first, info, limit)``.
 
     ``block_ids [Tq, topk]``, ``row_pos [Tq]``, ``row_start [Tq]``; writes ``row_count [Tq]`` (leading ids that may be
     valid), ``count [tiles]`` (entries, or -1), ``first [tiles, capacity]`` (an entry's first token) and
-    ``info [tiles, capacity]`` (row mask, plus the entry's number of tokens << 16); the last ``keys``-token step is filled
-    with entries no row reads. Documents may hold up to ``32 * words`` blocks.
+    ``info [tiles, capacity]`` (bit r: row r selected the block, bit 16 + r: it is row r's incomplete one); the last
+    ``keys``-token step is filled with entries no row reads. A tile with a document of more than ``32 * words`` blocks is
+    not shared.
     """
     step = keys // block_size
     tq, tiles = T.dynamic("tq"), T.dynamic("tiles")
@@ -80,7 +91,10 @@ def plan(*, rows: int, block_size: int, topk: int, keys: int, capacity: int, wor
                     blocks = 0
                     for r in T.serial(rows):
                         if start[r] == start[lead]:
-                            blocks = T.max(blocks, full[r])
+                            blocks = T.max(blocks, full[r] + T.if_then_else(tail[r] > 0, 1, 0))
+                    if blocks > 32 * words:
+                        base = -1
+                        blocks = 0
                     n_words = (blocks + 31) // 32
                     chunk = T.ceildiv(n_words, THREADS)
                     for w in T.serial(T.ceildiv(n_words - tx, THREADS)):
@@ -92,10 +106,14 @@ def plan(*, rows: int, block_size: int, topk: int, keys: int, capacity: int, wor
                         if s * THREADS + tx < rows * topk and start[T.min(r, rows - 1)] == start[lead]:
                             block = block_ids[tile * rows + r, c]
                             if block >= 0 and block < full[r]:
-                                T.atomic_or(bitmap[block // 32], 1 << (block % 32))
+                                if block < blocks:
+                                    _or_shared(bitmap[block // 32], 1 << (block % 32))
                                 after = block_ids[tile * rows + r, T.min(c + 1, topk - 1)]
                                 if c == topk - 1 or after < 0 or after >= full[r]:
-                                    T.atomic_max(used[r], c + 1)
+                                    _max_shared(used[r], c + 1)
+                    if tx < rows:
+                        if start[tx] == start[lead] and tail[tx] > 0 and full[tx] < blocks:
+                            _or_shared(bitmap[full[tx] // 32], 1 << (full[tx] % 32))
                     T.sync_threads()
                     running = 0
                     for w in T.serial(chunk):
@@ -107,7 +125,7 @@ def plan(*, rows: int, block_size: int, topk: int, keys: int, capacity: int, wor
                     T.sync_threads()
                     total = partial[THREADS - 1]
                     if base >= 0:
-                        if base + total + rows > limit:
+                        if base + total > limit:
                             base = -1
                         else:
                             running = base + partial[tx] - running
@@ -130,37 +148,33 @@ def plan(*, rows: int, block_size: int, topk: int, keys: int, capacity: int, wor
                                 if s * THREADS + tx < rows * topk and start[T.min(r, rows - 1)] == start[lead]:
                                     block = block_ids[tile * rows + r, c]
                                     if block >= 0 and block < full[r]:
-                                        T.atomic_or(
+                                        _or_shared(
                                             mask[
                                                 below[block // 32]
                                                 + _popc(bitmap[block // 32] & ((1 << (block % 32)) - 1))
                                             ],
                                             1 << r,
                                         )
+                            if tx < rows:
+                                if start[tx] == start[lead] and tail[tx] > 0:
+                                    _or_shared(
+                                        mask[
+                                            below[full[tx] // 32]
+                                            + _popc(bitmap[full[tx] // 32] & ((1 << (full[tx] % 32)) - 1))
+                                        ],
+                                        1 << (16 + tx),
+                                    )
                             base += total
                     T.sync_threads()
 
             if base >= 0:
                 for e in T.serial(T.ceildiv(base - tx, THREADS)):
-                    info[tile, e * THREADS + tx] = mask[e * THREADS + tx] | (block_size << 16)
-                if tx == 0:
-                    running = base
-                    bits = 0
-                    for r in T.serial(rows):
-                        if start[r] >= 0:
-                            bits = start[r]
-                        if tail[r] > 0:
-                            first[tile, running] = start[r] + full[r] * block_size
-                            info[tile, running] = (1 << r) | (tail[r] << 16)
-                            running += 1
-                    count[tile] = running
-                    while running % step != 0:
-                        first[tile, running] = bits
-                        info[tile, running] = 1 << 16
-                        running += 1
-            else:
-                if tx == 0:
-                    count[tile] = -1
+                    info[tile, e * THREADS + tx] = mask[e * THREADS + tx]
+                if tx < step and base + tx < T.ceildiv(base, step) * step:
+                    first[tile, base + tx] = 0
+                    info[tile, base + tx] = 0
+            if tx == 0:
+                count[tile] = base
             if tx < rows and tile * rows + tx < tq:
                 row_count[tile * rows + tx] = used[tx]
 

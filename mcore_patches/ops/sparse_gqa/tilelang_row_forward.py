@@ -62,6 +62,8 @@ def row_forward(
             k_shared = T.alloc_shared((k_stages, keys, dim), dtype)
             v_shared = T.alloc_shared((v_stages, keys, dim), dtype)
             mask_shared = T.alloc_shared((k_stages, keys), "int32")
+            # Two slots: a warp may write the tokens of the next step while another still reads those of this one.
+            token_shared = T.alloc_shared((2, keys), "int32")
             s_shared = T.alloc_shared((cols, keys + 4), "float32")
             p_shared = T.alloc_shared((cols, keys), dtype)
             alpha_shared = T.alloc_shared((cols,), "float32")
@@ -181,7 +183,7 @@ def row_forward(
                             T.sync_threads(1, WARPGROUP)
                 else:
                     pt = tx - WARPGROUP
-                    lane = tx % 32
+                    token = T.alloc_var("int32")
                     for r in T.serial(rows):
                         row = tile * rows + r
                         if row < tq:
@@ -194,52 +196,39 @@ def row_forward(
                             for t in T.serial(steps):
                                 ks = it % k_stages
                                 vs = it % v_stages
-                                slot = t * entries + lane % entries
-                                block = T.alloc_var("int32")
-                                length = T.alloc_var("int32")
-                                valid = T.alloc_var("int32")
-                                block = -1
-                                length = block_size
+                                slot = t * entries + T.min(pt, keys - 1) // block_size
+                                token = -1
                                 if slot < listed:
                                     block = block_ids[row, slot]
-                                valid = T.if_then_else(block >= 0 and block < full, 1, 0)
-                                if slot == listed and tail > 0:
-                                    block = full
-                                    length = tail
-                                    valid = 1
-                                if valid == 0:
-                                    block = 0
-                                    length = 1
-                                entry_first = start + block * block_size
-                                entry_info = valid * 32 + length
+                                    if block >= 0 and block < full:
+                                        token = start + block * block_size + pt % block_size
+                                if slot == listed and pt % block_size < tail:
+                                    token = start + full * block_size + pt % block_size
                                 T.barrier_wait(k_free[ks], ((it // k_stages) & 1) ^ 1)
                                 if pt < keys:
-                                    owner = T.shfl_sync(entry_info, pt // block_size)
-                                    mask_shared[ks, pt] = T.if_then_else(
-                                        owner >= 32 and pt % block_size < owner % 32, 1, 0
-                                    )
+                                    mask_shared[ks, pt] = T.if_then_else(token >= 0, 1, 0)
+                                    token_shared[it % 2, pt] = token
+                                T.sync_threads(2, WARPGROUP)
                                 for p in T.unroll(passes):
                                     key = p * tokens_per_pass + pt // lanes
-                                    token = T.shfl_sync(entry_first, key // block_size) + T.min(
-                                        key % block_size, T.shfl_sync(entry_info, key // block_size) % 32 - 1
-                                    )
+                                    source = token_shared[it % 2, key]
                                     T.ptx_cp_async(
                                         T.access_ptr(k_shared[ks, key, pt % lanes * 8], "w", 8),
-                                        T.access_ptr(k[token, g, pt % lanes * 8], "r", 8),
+                                        T.access_ptr(k[T.max(source, 0), g, pt % lanes * 8], "r", 8),
                                         8,
+                                        source >= 0,
                                     )
                                 T.barrier_arrive(k_ready[ks])
                                 T.cp_async_barrier_noinc(k_ready[ks])
                                 T.barrier_wait(v_free[vs], ((it // v_stages) & 1) ^ 1)
                                 for p in T.unroll(passes):
                                     key = p * tokens_per_pass + pt // lanes
-                                    token = T.shfl_sync(entry_first, key // block_size) + T.min(
-                                        key % block_size, T.shfl_sync(entry_info, key // block_size) % 32 - 1
-                                    )
+                                    source = token_shared[it % 2, key]
                                     T.ptx_cp_async(
                                         T.access_ptr(v_shared[vs, key, pt % lanes * 8], "w", 8),
-                                        T.access_ptr(v[token, g, pt % lanes * 8], "r", 8),
+                                        T.access_ptr(v[T.max(source, 0), g, pt % lanes * 8], "r", 8),
                                         8,
+                                        source >= 0,
                                     )
                                 T.cp_async_barrier_noinc(v_ready[vs])
                                 it = it + 1

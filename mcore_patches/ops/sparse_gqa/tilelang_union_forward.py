@@ -29,11 +29,11 @@ def union_forward(
     keys: int,
     stages: int,
 ):
-    """Build the kernel ``(q, k, v, count, first, info, out, lse, scale_log2e)``.
+    """Build the kernel ``(q, k, v, count, first, info, row_pos, out, lse, scale_log2e)``.
 
-    ``q [Tq, heads, dim]``, ``k`` and ``v [Tk, kv_heads, dim]``, ``count [tiles]`` entries of a tile (negative: the tile is
-    left to the row kernel), ``first [tiles, capacity]`` an entry's first token, ``info [tiles, capacity]`` its row mask
-    (low 16 bits) and its number of tokens (from bit 16), ``out`` like ``q``, ``lse [Tq, heads]`` fp32 natural log.
+    ``q [Tq, heads, dim]``, ``k`` and ``v [Tk, kv_heads, dim]``, ``count``, ``first`` and ``info`` as the plan writes them
+    (a tile with a negative count is left to the row kernel), ``row_pos [Tq]``, ``out`` like ``q``, ``lse [Tq, heads]``
+    fp32 natural log. Tokens that no row of the tile sees are not read.
     """
     group = heads // kv_heads
     used = rows * group
@@ -56,6 +56,7 @@ def union_forward(
         count: T.Tensor((tiles,), "int32"),
         first: T.Tensor((tiles, capacity), "int32"),
         info: T.Tensor((tiles, capacity), "int32"),
+        row_pos: T.Tensor((tq,), "int32"),
         out: T.Tensor((tq, heads, dim), dtype),
         lse: T.Tensor((tq, heads), "float32"),
         scale: T.float32,
@@ -65,6 +66,9 @@ def union_forward(
             k_shared = T.alloc_shared((stages, keys, dim), dtype)
             v_shared = T.alloc_shared((stages, keys, dim), dtype)
             mask_shared = T.alloc_shared((stages, keys), "int32")
+            # Two slots: a warp may write the tokens of the next step while another still reads those of this one.
+            token_shared = T.alloc_shared((2, keys), "int32")
+            tails = T.alloc_shared((rows,), "int32")
             k_ready = T.alloc_barrier(arrive_count=[2 * WARPGROUP] * stages)
             v_ready = T.alloc_barrier(arrive_count=[WARPGROUP] * stages)
             k_free = T.alloc_barrier(arrive_count=[consumers] * stages)
@@ -168,6 +172,7 @@ def union_forward(
                                 (T.log2(row_sum[i]) + row_max[i] * scale) / LOG2E,
                                 -T.infinity("float32"),
                             )
+                    T.sync_threads(1, consumers)
                     T.copy(acc, q_shared)
                     T.sync_threads(1, consumers)
                     for p in T.unroll(q_passes):
@@ -181,38 +186,48 @@ def union_forward(
                     if consumers > WARPGROUP:
                         T.set_max_nreg(PRODUCER_REGISTERS, 0)
                     pt = tx - consumers
-                    lane = tx % 32
+                    if pt < rows:
+                        tails[pt] = 0
+                        if tile * rows + pt < tq:
+                            tails[pt] = (row_pos[tile * rows + pt] + 1) % block_size
+                    seen = T.alloc_var("int32")
+                    T.sync_threads(2, WARPGROUP)
                     for t in T.serial(steps):
                         stage = t % stages
                         phase = (t // stages) & 1
-                        entry_first = first[tile, t * entries + lane % entries]
-                        entry_info = info[tile, t * entries + lane % entries]
+                        entry = t * entries + T.min(pt, keys - 1) // block_size
+                        entry_first = first[tile, entry]
+                        entry_info = info[tile, entry]
                         T.barrier_wait(k_free[stage], phase ^ 1)
                         if pt < keys:
-                            owner = T.shfl_sync(entry_info, pt // block_size)
-                            mask_shared[stage, pt] = T.if_then_else(pt % block_size < (owner >> 16), owner & 65535, 0)
+                            seen = entry_info & 65535
+                            if (entry_info >> 16) != 0:
+                                for r in T.serial(rows):
+                                    if ((entry_info >> (16 + r)) & 1) != 0 and pt % block_size < tails[r]:
+                                        seen = seen | (1 << r)
+                            mask_shared[stage, pt] = seen
+                            token_shared[t % 2, pt] = T.if_then_else(seen != 0, entry_first + pt % block_size, -1)
+                        T.sync_threads(2, WARPGROUP)
                         for p in T.unroll(passes):
                             key = p * tokens_per_pass + pt // lanes
-                            token = T.shfl_sync(entry_first, key // block_size) + T.min(
-                                key % block_size, (T.shfl_sync(entry_info, key // block_size) >> 16) - 1
-                            )
+                            token = token_shared[t % 2, key]
                             T.ptx_cp_async(
                                 T.access_ptr(k_shared[stage, key, pt % lanes * 8], "w", 8),
-                                T.access_ptr(k[token, g, pt % lanes * 8], "r", 8),
+                                T.access_ptr(k[T.max(token, 0), g, pt % lanes * 8], "r", 8),
                                 8,
+                                token >= 0,
                             )
                         T.barrier_arrive(k_ready[stage])
                         T.cp_async_barrier_noinc(k_ready[stage])
                         T.barrier_wait(v_free[stage], phase ^ 1)
                         for p in T.unroll(passes):
                             key = p * tokens_per_pass + pt // lanes
-                            token = T.shfl_sync(entry_first, key // block_size) + T.min(
-                                key % block_size, (T.shfl_sync(entry_info, key // block_size) >> 16) - 1
-                            )
+                            token = token_shared[t % 2, key]
                             T.ptx_cp_async(
                                 T.access_ptr(v_shared[stage, key, pt % lanes * 8], "w", 8),
-                                T.access_ptr(v[token, g, pt % lanes * 8], "r", 8),
+                                T.access_ptr(v[T.max(token, 0), g, pt % lanes * 8], "r", 8),
                                 8,
+                                token >= 0,
                             )
                         T.cp_async_barrier_noinc(v_ready[stage])
 
