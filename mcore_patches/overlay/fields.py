@@ -12,6 +12,7 @@ whether a class or one of its bases is the root.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import inspect
@@ -70,13 +71,14 @@ def check(root: type, fields: Sequence[ConfigField]) -> None:
     if taken := native(root, names):
         raise OverlayError(f"{name} has the fields {', '.join(taken)} of its own")
     for cls in _tree(root):
+        record: _Pristine | None = vars(cls).get(PRISTINE)
         for n in names:
-            holder = next((b for b in cls.__mro__ if n in vars(b)), None)
+            # A slot of a field that a subclass with slots inherited from us stays there when the field is gone.
+            holder = next((b for b in cls.__mro__ if n in vars(b) and n not in _baked(b)), None)
             if holder is not None and n not in _in_effect(holder) and n not in native(cls, [n]):
                 raise OverlayError(
                     f"{cls.__qualname__} has an attribute {n!r} that is no field, from {holder.__qualname__}"
                 )
-        record: _Pristine | None = vars(cls).get(PRISTINE)
         for method, ours in record.ours.items() if record else ():
             if vars(cls).get(method) is not ours:
                 raise OverlayError(f"{cls.__qualname__}.{method} was replaced by other code since; undo that first")
@@ -119,6 +121,10 @@ def _in_effect(cls: type) -> dict[str, ConfigField]:
                 found.pop(name, None)
         found |= ours
     return found
+
+
+def _baked(cls: type) -> frozenset[str]:
+    return vars(cls)[PRISTINE].baked if PRISTINE in vars(cls) else frozenset()
 
 
 def _record(cls: type) -> None:
@@ -196,7 +202,8 @@ def _init(pristine: Callable[..., None], wanted: dict[str, ConfigField], baked: 
             kwargs.setdefault(name, default)
         pristine(self, *args, **kwargs)
         for name in refused:
-            self.__dict__.pop(name, None)
+            with contextlib.suppress(AttributeError):
+                object.__delattr__(self, name)
 
     signature = inspect.signature(pristine)
     parameters = [p for n, p in signature.parameters.items() if n not in baked]

@@ -12,8 +12,8 @@ with one.
     @isolated("megatron")           # torch and the targets of all patches, of the installed release
     def test_more(release): ...
 
-Fixtures are evaluated by pytest as usual; their values travel by pickle. Asserts work as usual; when one fails the
-child's traceback, with the local variables, is the failure's message.
+Fixtures are evaluated by pytest as usual; their values travel by pickle. Asserts work as usual; when one fails, the
+child's traceback is the failure's message.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ import functools
 import importlib
 import os
 import pickle
-import reprlib
 import select
 import signal
 import struct
@@ -187,17 +186,8 @@ def _run(name: str, arguments: dict[str, Any], environment: dict[str, str]) -> A
     return getattr(function, "body", function)(**arguments)
 
 
-_repr = reprlib.Repr(maxstring=400, maxother=800, maxlist=20)
-
-
 def _told(error: BaseException) -> str:
-    """The traceback, and what the variables of the test's own functions held."""
-    lines = traceback.format_exception(error)
-    for frame, _ in traceback.walk_tb(error.__traceback__):
-        code = frame.f_code
-        if code.co_filename.startswith(f"{ROOT}/tests") and code.co_filename != __file__:
-            lines += [f"in {code.co_name}: {k} = {_repr.repr(v)}\n" for k, v in frame.f_locals.items() if k[0] != "@"]
-    return "".join(lines)
+    return "".join(traceback.format_exception(error))
 
 
 def _send(descriptor: int, message: Any) -> None:
