@@ -43,7 +43,7 @@ def init_model_parallel(
 ) -> Layout:
     """Join the gloo world and build megatron's process groups and random tracker.
 
-    The world comes from the environment: ``MCORE_PATCHES_INIT_METHOD`` with ``RANK`` and ``WORLD_SIZE`` (set by
+    The world comes from the environment: ``MCORE_CPU_INIT_METHOD`` with ``RANK`` and ``WORLD_SIZE`` (set by
     :mod:`mcore_patches.cpu.launch`), or torchrun's variables, or, without any, this process alone. What the
     product of the sizes leaves of the world is data parallel. Call :func:`destroy` before another layout.
 
