@@ -9,7 +9,7 @@ log=$(mktemp); trap 'rm -f "$log"' EXIT
 # Kernels compile on the CPU, several seconds each: workers compile side by side where pytest-xdist is installed.
 workers=()
 if "$python" -c 'import xdist' 2>/dev/null && [[ " $* " != *" -n"* ]]; then
-    cores=$(nproc); workers=(-n $((cores < 8 ? cores : 8)) --dist loadgroup)
+    cores=$(nproc); workers=(-n $((cores < 12 ? cores : 12)) --dist loadgroup)
 fi
 set +e
 "$python" -m pytest gpu_ci -m h100 -p no:cacheprovider "${workers[@]}" "$@" 2>&1 | tee "$log"
