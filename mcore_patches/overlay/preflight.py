@@ -141,6 +141,7 @@ def _targets(engine: Engine) -> Iterator[Check]:
                     yield Check(row.id, "error", detail)
     for row in engine.status():
         state = row.decision or row.state
-        yield Check(
-            row.id, "error" if state in ERRORS else "ok", f"{row.state}: {row.reason}" if row.reason else str(row.state)
-        )
+        level: Literal["ok", "warning", "error"] = "error" if state in ERRORS else "ok"
+        if level == "ok" and engine.registry.entries[row.id].error:
+            level = "warning"  # a third-party patch that nobody has named
+        yield Check(row.id, level, f"{row.state}: {row.reason}" if row.reason else str(row.state))

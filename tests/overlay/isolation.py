@@ -1,10 +1,10 @@
 """Run a test's body in a process of its own, at the price of a fork.
 
-An overlay is about the state of a process, so almost every test needs a fresh one, and starting an interpreter with torch
-and megatron takes seconds. A "zygote" is a process that has imported what a family of tests needs and then forks one
-child a test. It has created no engine and applied no patch, so a child is as good as a fresh interpreter that has made
-the same imports. What must hold in a real fresh interpreter (import costs, environment of a spawned worker) is tested
-with one.
+An overlay is about the state of a process, so almost every test needs a fresh one, and starting an interpreter with
+torch and megatron takes seconds. A "zygote" is a process that has imported what a family of tests needs and then forks
+one child a test. It has created no engine and applied no patch, so a child is as good as a fresh interpreter that has
+made the same imports. What must hold in a real fresh interpreter (import costs, environment of a spawned worker) is
+tested with one.
 
     @isolated()                     # nothing of megatron, no torch
     def test_something(tmp_path): ...
@@ -19,6 +19,7 @@ child's traceback is the failure's message.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import importlib
 import os
@@ -99,7 +100,7 @@ class Zygote:
         self._process.wait(timeout=10)
 
 
-# The zygote's side -----------------------------------------------------------------------------------------------------
+# The zygote's side ----------------------------------------------------------------------------------------------------
 
 
 def serve(preload: str) -> None:
@@ -172,10 +173,8 @@ def _in_child(request: Any) -> Any:
         return False, "the process ended without an answer"
     finally:
         os.close(reader)
-        try:  # the child, and whatever it has started
+        with contextlib.suppress(ProcessLookupError):  # the child, and whatever it has started
             os.killpg(pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
         os.waitpid(pid, 0)
 
 

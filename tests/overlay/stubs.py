@@ -86,12 +86,12 @@ def times(factor: int) -> Callable[[Below], Callable[[int], int]]:
 def target(
     tree: Tree | None,
     name: str = f"{OPS}:f",
-    build: Callable[[Below], Callable[..., Any]] = times(10),
+    build: Callable[[Below], Callable[..., Any]] | None = None,
     *,
     known: Verdict | None = "needs",
     **options: Any,
 ) -> Target:
-    """A target whose text, as it stands in the tree now, is known as `known`; unknown for None."""
+    """A target whose text, as it stands in the tree now, is known as `known`; unknown for None. Times ten by default."""
     module, _, qualname = name.partition(":")
     table: dict[str, Verdict] = {}
     if known is not None:
@@ -99,7 +99,7 @@ def target(
         fingerprint = combined(tree.text(module), (qualname, *options.get("relies_on", ())))
         assert fingerprint is not None
         table[fingerprint] = known
-    return Target(modules=(module,), qualname=qualname, build=build, known=table, **options)
+    return Target(modules=(module,), qualname=qualname, build=build or times(10), known=table, **options)
 
 
 def fields_target(*fields: ConfigField, module: str = "megatron.core.config", qualname: str = "Config") -> FieldsTarget:

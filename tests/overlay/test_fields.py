@@ -74,7 +74,7 @@ def names_of(cls):
     return [f.name for f in dataclasses.fields(cls)]
 
 
-# What people do with a config ------------------------------------------------------------------------------------------------
+# What people do with a config -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("which", range(1, 5), ids=["Root", "Sub", "Below", "Plain"])
@@ -153,7 +153,7 @@ def test_a_different_default_reaches_everybody():
     assert (root().speed, sub().speed, root.speed) == (5, 5, 5)
 
 
-# Subclasses defined later ------------------------------------------------------------------------------------------------------
+# Subclasses defined later ---------------------------------------------------------------------------------------------
 
 
 def late_family(root):
@@ -241,7 +241,7 @@ def test_a_late_subclass_with_slots():
     assert not hasattr(Slotted(own=2), "speed")
 
 
-# Roots above each other ----------------------------------------------------------------------------------------------------------
+# Roots above each other -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(["+root", "+sub", "-root", "-sub"])))
@@ -267,7 +267,7 @@ def test_two_roots_in_one_line_of_inheritance_in_any_order(order):
     assert state_of(*classes) == before
 
 
-# Classes of other kinds -------------------------------------------------------------------------------------------------------------
+# Classes of other kinds -----------------------------------------------------------------------------------------------
 
 
 def test_a_handwritten_init_with_fixed_arguments_keeps_the_value_that_it_is_given():
@@ -378,7 +378,7 @@ def test_a_subclass_that_has_the_field_itself_keeps_its_own():
         LateBelow(label="a")
 
 
-# Refusals -------------------------------------------------------------------------------------------------------------------------------
+# Refusals -------------------------------------------------------------------------------------------------------------
 
 
 def refused(root, added, message):
@@ -433,7 +433,7 @@ def test_a_mutable_default_is_refused():
         ConfigField("speed", list, [])
 
 
-# Through the engine ---------------------------------------------------------------------------------------------------------------------------
+# Through the engine ---------------------------------------------------------------------------------------------------
 
 CONFIG = "megatron.core.config"
 TEXT = """\
@@ -542,7 +542,7 @@ def test_a_live_class_that_is_not_what_the_text_says(tmp_path, what):
     assert tree
 
 
-# The real configs ------------------------------------------------------------------------------------------------------------------------------
+# The real configs -----------------------------------------------------------------------------------------------------
 
 MINIMAL = {"num_layers": 1, "hidden_size": 64, "num_attention_heads": 4, "use_cpu_initialization": True}
 MLA = {"q_lora_rank": 8, "kv_lora_rank": 8}

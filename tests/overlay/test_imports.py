@@ -26,7 +26,7 @@ def state(engine, patch_id="tenfold"):
     return engine.status()[patch_id].state
 
 
-# Reload, second import ---------------------------------------------------------------------------------------------------
+# Reload, second import ------------------------------------------------------------------------------------------------
 
 
 @isolated()
@@ -118,7 +118,7 @@ def test_pending_after_a_deletion_is_applied_by_a_fresh_hook(tmp_path):
     assert module().f(1) == 20
 
 
-# Hooks -------------------------------------------------------------------------------------------------------------------
+# Hooks ----------------------------------------------------------------------------------------------------------------
 
 
 @isolated()
@@ -269,7 +269,7 @@ def test_a_hook_that_an_operation_waits_for_does_not_wait_forever(tmp_path):
     assert module("megatron.core.late").f(1) == 20, "whoever held the lock has seen to the module"
 
 
-# Odd modules ---------------------------------------------------------------------------------------------------------------
+# Odd modules ----------------------------------------------------------------------------------------------------------
 
 
 @isolated()
@@ -342,7 +342,7 @@ def test_a_lazily_loaded_user_module_is_not_loaded_by_looking_for_aliases(tmp_pa
     assert engine.apply(strict=True)["tenfold"].state is State.APPLIED
 
 
-# Other tools -----------------------------------------------------------------------------------------------------------------
+# Other tools ----------------------------------------------------------------------------------------------------------
 
 
 def monkey_patch(ops, *, wraps):
