@@ -33,8 +33,8 @@ MOST_STEPS = 100_000
 class Demo:
     """A demo, named after the patch that it shows.
 
-    module: has `train(steps, png, progress) -> Outcome`. default_steps, least_steps: training steps, or those of a stage
-    where there are several; below the least, its checks could not tell learning from noise.
+    module: has `train(steps, png, progress) -> Outcome`. default_steps, least_steps: training steps, or those of a
+    stage where there are several; below the least, its checks could not tell learning from noise.
     """
 
     name: str
@@ -86,9 +86,8 @@ def run(
     for demo in ready:
         outcome, seconds = _train(demo, steps, folder, progress)
         results[demo.name] = {"ok": outcome.ok, "seconds": round(seconds, 1)} | outcome.as_dict()
-        progress.say(
-            f"\n{outcome}\n\n{demo.name}: {'ok' if outcome.ok else 'FAILED'} in {seconds:.0f} s; {outcome.png}\n"
-        )
+        verdict = "ok" if outcome.ok else "FAILED"
+        progress.say(f"\n{outcome}\n\n{demo.name}: {verdict} in {seconds:.0f} s; {outcome.png}\n")
     ok = all(result["ok"] for result in results.values())
     if as_json:
         found = installed()

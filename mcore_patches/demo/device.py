@@ -23,9 +23,7 @@ def training_device() -> Iterator[torch.device]:
         DemoError: the environment says that this is one of several processes.
     """
     if (world := os.environ.get("WORLD_SIZE", "1")) != "1":
-        raise DemoError(
-            f"WORLD_SIZE={world} in the environment: the demos run in one process, start them without torchrun"
-        )
+        raise DemoError(f"WORLD_SIZE={world} is set, but the demos run in one process: start them without torchrun")
     if not torch.cuda.is_available():
         from mcore_patches.cpu.parallel import model_parallel
 

@@ -31,7 +31,7 @@ class Meter(Protocol):
         """Take a reading."""
 
     def readings(self) -> list[Reading]:
-        """All of them in order of time, once measuring has ended. Only differences between their bytes mean anything."""
+        """All of them in order of time, once measuring has ended. Only differences of their bytes mean anything."""
 
 
 @contextmanager
@@ -81,7 +81,8 @@ class _CpuMeter:
 
     def _events(self) -> Iterator[Any]:
         # Only the raw events carry sizes in order of time; the public tables hold sums per operator.
-        for event in self.profiler.profiler.kineto_results.events():
+        recorded: Any = self.profiler.profiler
+        for event in recorded.kineto_results.events():
             on_cpu = event.device_type() == torch.autograd.DeviceType.CPU
             if (event.name() == "[memory]" and on_cpu) or event.name().startswith(_MARK):
                 yield event

@@ -1,8 +1,8 @@
 """Demo of the patch qsa: a dense GPT becomes a sparse one in the two stages of Qwen Sparse Attention.
 
 A small model learns a text with megatron's own dense attention. Its weights move into the same model with QSA layers.
-Stage 1 trains their indexers alone, to find the blocks that the dense attention rates highest; Stage 2 trains everything,
-with attention to the selected blocks only.
+Stage 1 trains their indexers alone, to find the blocks that the dense attention rates highest; Stage 2 trains
+everything, with attention to the selected blocks only.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ def train(steps: int, png: Path, progress: Progress) -> Outcome:
     with training_device() as device, patched(PATCH):
         name = device_name(device)
         progress.say(
-            f"{PATCH}: a GPTModel with {LAYERS} QSA layers ({HEADS} heads) learns passages of {LENGTH} bytes on {name}; a "
-            f"query selects {BUDGET} of them, in blocks of {RATIO}"
+            f"{PATCH}: a GPTModel with {LAYERS} QSA layers, {HEADS} heads, learns passages of {LENGTH} bytes on {name}, "
+            f"of which a query selects {BUDGET} in blocks of {RATIO}"
         )
         dense = dense_stage(round(PRETRAINING * steps), device, progress)
         warmup = warmup_stage(steps, dense.model, device, progress)
@@ -148,6 +148,6 @@ def _table(dense: Stage, warmup: Stage, sparse: Stage) -> str:
             line("after Stage 2", "selected blocks", sparse.last),
         ],
     ) + (
-        f"\nLoss in nats per byte. KL per token, over all blocks in Stage 1 and over selected ones in Stage 2. Overlap: share "
-        f"of the blocks that dense attention rates highest, {chance:.1%} by chance."
+        f"\nLoss in nats per byte. KL per token, over all blocks in Stage 1 and over selected ones in Stage 2. "
+        f"Overlap: share of the blocks that dense attention rates highest, {chance:.1%} by chance."
     )

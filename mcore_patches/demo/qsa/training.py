@@ -26,7 +26,7 @@ LOSS_COEFF = 1.0
 WARMUP_STEPS = 10
 EVALUATIONS = 6
 
-_MODEL = {
+_MODEL: dict[str, Any] = {
     "num_layers": LAYERS,
     "hidden_size": 128,
     "ffn_hidden_size": 256,
@@ -35,7 +35,7 @@ _MODEL = {
     "kv_channels": 32,
     "qk_layernorm": True,
 }
-_QSA = {
+_QSA: dict[str, Any] = {
     "experimental_attention_variant": "qsa",
     "qsa_indexer_n_heads": 4,
     "qsa_indexer_head_dim": 32,

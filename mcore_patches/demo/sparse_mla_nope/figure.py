@@ -25,8 +25,8 @@ def draw(
     tolerance: float,
 ) -> None:
     title = (
-        f"sparse_mla_nope on {here.name}: GPT with {LAYERS} NoPE absorbed-MLA DSA layers, {HEADS} heads, width {WIDTH}, "
-        f"top-k {TOPK}"
+        f"sparse_mla_nope on {here.name}: GPT with {LAYERS} NoPE absorbed-MLA DSA layers, {HEADS} heads, "
+        f"width {WIDTH}, top-k {TOPK}"
     )
     with picture(png, 15, 5.2, title) as figure:
         grid = figure.add_gridspec(2, 3, height_ratios=(3, 1), width_ratios=(1.1, 0.9, 1.1))
@@ -61,14 +61,10 @@ def _memory_of_steps(axes: Axes, here: Machine, without: Run, with_overlay: Run)
     steps = range(1, len(without.losses) + 1)
     for run, colour, label in ((without, BEFORE, "without: dense"), (with_overlay, AFTER, "with the overlay: fused")):
         peaks = [peak / MIB for peak in run.attention_peaks]
-        axes.plot(
-            steps, peaks, color=colour, lw=1.8, marker=".", label=f"{label}, {human_bytes(max(run.attention_peaks))}"
-        )
+        axes.plot(steps, peaks, color=colour, lw=1.8, marker=".", label=f"{label}, {max(peaks):.1f} MiB")
     scores = here.scores(here.length) / MIB
     axes.axhline(scores, color=BEFORE, lw=1, ls=":", label=f"one dense fp32 score matrix, {scores:.1f} MiB")
-    axes.set(
-        title=f"Peak memory of attention in a step, {here.length} tokens", xlabel="training step", ylabel="MiB a layer"
-    )
+    axes.set(title=f"Peak memory of attention, {here.length} tokens", xlabel="training step", ylabel="MiB a layer")
     axes.set_ylim(0, 1.3 * max(without.attention_peaks) / MIB)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.legend(loc="upper left")
