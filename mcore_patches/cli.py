@@ -55,9 +55,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     sub.add_argument("wheel", metavar="WHEEL", help="path of a megatron_core-*.whl file")
     sub = command("demo", "train a tiny model on whatever device there is, without and with a patch", _demo)
-    sub.add_argument(
-        "name", nargs="?", default="sparse_mla_nope", metavar="NAME", help="which demo; default %(default)s"
-    )
+    sub.add_argument("name", nargs="?", metavar="NAME", help="which demo; all of them when none is named")
     sub.add_argument("--out", default="demo-output", metavar="DIR", help="where the PNG goes; default %(default)s")
     sub.add_argument("--steps", type=int, default=None, metavar="N", help="training steps; each demo has its default")
     return parser
