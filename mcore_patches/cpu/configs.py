@@ -131,7 +131,9 @@ def _common_fields(dtype: str, tp: int, cp: int, pp: int, sp: bool) -> dict[str,
 def _build(config_class: type, defaults: dict[str, Any], fields: dict[str, Any]) -> Any:
     unknown = sorted(set(fields) - _field_names(config_class))
     if unknown:
-        raise ValueError(f"{', '.join(unknown)}: no such field of {config_class.__name__} in this megatron-core release")
+        raise ValueError(
+            f"{', '.join(unknown)}: no such field of {config_class.__name__} in this megatron-core release"
+        )
     return config_class(**{**defaults, **fields})
 
 

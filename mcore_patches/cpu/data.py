@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -46,7 +47,7 @@ class Batch:
             return self
         bounds = [0, self.tokens.shape[1]] if self.packed is None else _boundaries(self.packed)
         picks = []
-        for start, end in zip(bounds[:-1], bounds[1:]):
+        for start, end in pairwise(bounds):
             if (end - start) % (2 * size):
                 raise ValueError(
                     f"a length of {end - start} tokens does not divide by 2 x {size} context-parallel ranks"

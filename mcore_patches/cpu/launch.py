@@ -40,15 +40,23 @@ import sysconfig
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 __all__ = ["LaunchError", "run"]
 
 INIT_METHOD_VARIABLE = "MCORE_CPU_INIT_METHOD"
 
-_TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
+_TORCHRUN_VARIABLES = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
 _LOG_LINES = 60
 _GRACE = 1.0  # seconds in which ranks that fail together may all report
 
@@ -80,9 +88,9 @@ def run(
     Args:
         target: "module:function", importable with this process's ``sys.path``.
         nprocs: number of ranks. Each sees ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK`` and ``LOCAL_WORLD_SIZE``.
-        release: folder that holds ``megatron/core``, put before everything else on the path; None for what is installed.
+        release: folder that holds ``megatron/core``, put first on the path; None for what is installed.
         args, kwargs: pickled to the ranks.
-        env: environment variables over this process's. CUDA is hidden, and OpenMP limited to one thread, unless set here.
+        env: variables over this process's. CUDA is hidden, and OpenMP has one thread, unless set here.
         timeout: seconds for everything, imports included.
 
     Returns:
@@ -90,7 +98,8 @@ def run(
 
     Raises:
         ValueError: a bad ``target``, ``nprocs``, ``release`` or ``timeout``.
-        LaunchError: the module cannot be imported, a rank raises or dies, or time runs out. All processes are gone then.
+        LaunchError: the module cannot be imported, a rank raises or dies, or time runs out. All processes are
+            gone then.
     """
     _split_target(target)
     if nprocs < 1:
@@ -150,7 +159,9 @@ def _collect(job: Path, nprocs: int, target: str) -> list[Any]:
     failures = sorted((when, rank, text) for rank, (good, when, text) in outcomes.items() if not good)
     if failures:
         _, rank, text = failures[0]
-        raise LaunchError(f"{target} failed on rank {rank} of {nprocs}:\n{text}\n--- output:\n{_tail(job / f'log{rank}')}", rank)
+        raise LaunchError(
+            f"{target} failed on rank {rank} of {nprocs}:\n{text}\n--- output:\n{_tail(job / f'log{rank}')}", rank
+        )
     try:
         exits = json.loads((job / "exits").read_text())
     except FileNotFoundError:
@@ -206,7 +217,7 @@ def _call(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str
         return result
     cases: dict[str, Any] = {}
     try:
-        for name, value in result:
+        for name, value in cast(Generator[tuple[str, Any]], result):
             if name in cases:
                 raise ValueError(f"{function.__name__} yielded the case {name!r} twice")
             cases[name] = value

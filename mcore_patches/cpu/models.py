@@ -1,7 +1,7 @@
 """Tiny megatron models on a CPU: a config and a self-attention spec go in, a model comes out.
 
-    config = gpt_config()
-    model = build_gpt(config, gqa_attention_spec(config))
+config = gpt_config()
+model = build_gpt(config, gqa_attention_spec(config))
 """
 
 from __future__ import annotations

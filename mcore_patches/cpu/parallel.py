@@ -17,7 +17,6 @@ from mcore_patches.cpu.launch import INIT_METHOD_VARIABLE
 __all__ = ["Layout", "destroy", "init_model_parallel", "model_parallel"]
 
 
-
 _store: dist.Store | None = None
 _generation = 0
 
@@ -139,9 +138,7 @@ def _rendezvous(rank: int, world: int, timeout: float) -> dist.Store:
         if init_method is None and "MASTER_ADDR" in os.environ:
             init_method = "env://"
         if init_method is not None:
-            _store, _, _ = next(
-                dist.rendezvous(init_method, rank, world, timeout=datetime.timedelta(seconds=timeout))
-            )
+            _store, _, _ = next(dist.rendezvous(init_method, rank, world, timeout=datetime.timedelta(seconds=timeout)))
         elif world == 1:
             _store = dist.HashStore()
         else:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -50,17 +52,17 @@ def seed_parameters(model: Chunks, seed: int = 0) -> None:
     """
     tp, tp_rank = _tensor_parallel()
     for name, parameter in named_parameters(model):
-        shape = list(parameter.shape)
-        if _is_split(parameter):
-            shape[parameter.partition_dim] *= tp
+        shape, split = list(parameter.shape), _split_of(parameter)
+        if split is not None:
+            shape[split.dim] *= tp
         generator = torch.Generator().manual_seed(seed + zlib.crc32(name.encode()))
         values = torch.randn(shape, generator=generator)
         if values.ndim > 1:
             values *= shape[-1] ** -0.5
         else:
             values = 0.1 * values + (0.0 if name.endswith("bias") else 1.0)
-        if _is_split(parameter):
-            values = _split(values, parameter, tp)[tp_rank]
+        if split is not None:
+            values = split.cut(values, tp)[tp_rank]
         with torch.no_grad():
             parameter.copy_(values)
 
@@ -84,19 +86,18 @@ def _gradient(parameter: torch.nn.Parameter) -> torch.Tensor | None:
     return None if gradient is None else gradient.float()
 
 
-def _full(
-    model: Chunks, tensor_of: Callable[[torch.nn.Parameter], torch.Tensor | None]
-) -> dict[str, torch.Tensor]:
+def _full(model: Chunks, tensor_of: Callable[[torch.nn.Parameter], torch.Tensor | None]) -> dict[str, torch.Tensor]:
     tp, _ = _tensor_parallel()
     stage = {}
     for name, parameter in named_parameters(model):
         tensor = tensor_of(parameter)
         if tensor is None:
             continue
-        if tp > 1 and _is_split(parameter):
+        split = _split_of(parameter)
+        if tp > 1 and split is not None:
             shards = [torch.empty_like(tensor) for _ in range(tp)]
             dist.all_gather(shards, tensor.contiguous(), group=parallel_state.get_tensor_model_parallel_group())
-            tensor = _join(shards, parameter)
+            tensor = split.join(shards)
         stage[name] = tensor.clone()
     if parallel_state.get_pipeline_model_parallel_world_size() == 1:
         return stage
@@ -109,16 +110,26 @@ def _tensor_parallel() -> tuple[int, int]:
     return parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_tensor_model_parallel_rank()
 
 
-def _is_split(parameter: torch.nn.Parameter) -> bool:
-    return bool(getattr(parameter, "tensor_model_parallel", False))
+@dataclass(frozen=True)
+class _Split:
+    """How a parameter is split over the tensor-parallel ranks.
+
+    A stride of 2 marks gate and up projection in one weight: each rank holds a piece of both.
+    """
+
+    dim: int
+    stride: int
+
+    def cut(self, full: torch.Tensor, tp: int) -> list[torch.Tensor]:
+        pieces = full.chunk(tp * self.stride, dim=self.dim)
+        return [torch.cat(pieces[rank::tp], dim=self.dim) for rank in range(tp)]
+
+    def join(self, shards: list[torch.Tensor]) -> torch.Tensor:
+        parts = [shard.chunk(self.stride, dim=self.dim) for shard in shards]
+        return torch.cat([piece for group in zip(*parts) for piece in group], dim=self.dim)
 
 
-def _split(full: torch.Tensor, parameter: torch.nn.Parameter, tp: int) -> list[torch.Tensor]:
-    # A stride of 2 marks gate and up projection in one weight: each rank holds a piece of both.
-    pieces = full.chunk(tp * parameter.partition_stride, dim=parameter.partition_dim)
-    return [torch.cat(pieces[rank::tp], dim=parameter.partition_dim) for rank in range(tp)]
-
-
-def _join(shards: list[torch.Tensor], parameter: torch.nn.Parameter) -> torch.Tensor:
-    parts = [shard.chunk(parameter.partition_stride, dim=parameter.partition_dim) for shard in shards]
-    return torch.cat([piece for group in zip(*parts) for piece in group], dim=parameter.partition_dim)
+def _split_of(parameter: Any) -> _Split | None:
+    if not getattr(parameter, "tensor_model_parallel", False):
+        return None
+    return _Split(parameter.partition_dim, parameter.partition_stride)

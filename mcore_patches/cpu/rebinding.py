@@ -52,9 +52,7 @@ class RebindingLog:
         latest = {(id(r.owner), r.name): r for r in self._done}
         taken = [str(r) for r in latest.values() if getattr(r.owner, r.name) is not r.replacement]
         if taken:
-            raise RuntimeError(
-                f"cannot undo: rebound by other code since, undo that first:\n  {'\n  '.join(taken)}"
-            )
+            raise RuntimeError(f"cannot undo: rebound by other code since, undo that first:\n  {'\n  '.join(taken)}")
         while self._done:
             rebinding = self._done.pop()
             setattr(rebinding.owner, rebinding.name, rebinding.original)

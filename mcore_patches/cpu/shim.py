@@ -63,7 +63,8 @@ def enable(*, allow_cuda: bool = False) -> None:
     if torch.cuda.is_available() and not allow_cuda:
         raise RuntimeError(
             f"the CPU shim sends every CUDA request of this process to the CPU, and this machine has "
-            f"{torch.cuda.device_count()} CUDA device(s): hide them with CUDA_VISIBLE_DEVICES='' or pass allow_cuda=True"
+            f"{torch.cuda.device_count()} CUDA device(s): hide them with CUDA_VISIBLE_DEVICES='', or pass "
+            "allow_cuda=True"
         )
     log, mode = RebindingLog(), _CudaToCpu()
     try:
@@ -134,7 +135,10 @@ def _send_cuda_to_cpu(log: RebindingLog) -> None:
     log.rebind(cuda, "manual_seed", lambda seed: torch.manual_seed(seed), generator)
     tracker = importlib.import_module("megatron.core.tensor_parallel.random")
     log.rebind(
-        tracker, "_set_cuda_rng_state", lambda new_state, device=-1, graph_safe=False: torch.set_rng_state(new_state), generator
+        tracker,
+        "_set_cuda_rng_state",
+        lambda new_state, device=-1, graph_safe=False: torch.set_rng_state(new_state),
+        generator,
     )
 
     stream = "schedules, DDP and checkpoints synchronise streams; the CPU has none"
@@ -172,7 +176,10 @@ def _stand_in_for_packages(log: RebindingLog) -> None:
         users.append(importlib.import_module(absorbed))
     for module in users:
         log.rebind(
-            module, "TELinear", DuplicatedLinear, "MLA gives only this class the arguments of a duplicated down projection"
+            module,
+            "TELinear",
+            DuplicatedLinear,
+            "MLA gives only this class the arguments of a duplicated down projection",
         )
     if mla.HAVE_TE and importlib.util.find_spec("transformer_engine") is None:
         log.rebind(mla, "HAVE_TE", False, "0.16 takes the mock that replaces Transformer Engine for the package")
@@ -183,7 +190,9 @@ def _stand_in_for_packages(log: RebindingLog) -> None:
     if dsa.hadamard_transform is None:
         log.rebind(dsa, "hadamard_transform", hadamard_transform, "fast_hadamard_transform builds for CUDA only")
         if not hasattr(MLATransformerConfig, "dsa_indexer_rotate_activation"):
-            log.rebind(dsa, "rotate_activation", rotate_activation, "before 0.19 no switch turns the bf16-only rotation off")
+            log.rebind(
+                dsa, "rotate_activation", rotate_activation, "before 0.19 no switch turns the bf16-only rotation off"
+            )
 
 
 class _CudaToCpu(TorchFunctionMode):

@@ -54,9 +54,7 @@ class MLADotProductAttention(DotProductAttention):
     The parent knows neither ``k_channels`` nor ``v_channels`` and takes values to be as wide as keys.
     """
 
-    def __init__(
-        self, *args: Any, k_channels: int | None = None, v_channels: int | None = None, **kwargs: Any
-    ) -> None:
+    def __init__(self, *args: Any, k_channels: int | None = None, v_channels: int | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         if v_channels is not None:
             self.hidden_size_per_partition = self.num_attention_heads_per_partition * v_channels

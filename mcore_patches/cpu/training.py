@@ -59,7 +59,7 @@ def train_step(model: torch.nn.Module, batch: Batch, optimizer: torch.optim.Opti
     return StepResult(loss.item(), gradients)
 
 
-def wrap_with_ddp(chunks: torch.nn.Module | Sequence[torch.nn.Module]) -> list[torch.nn.Module]:
+def wrap_with_ddp(chunks: torch.nn.Module | Sequence[torch.nn.Module]) -> list[DistributedDataParallel]:
     """Megatron's DDP around each chunk of this rank, with fp32 gradients, and its hooks in the config."""
     chunks = [chunks] if isinstance(chunks, torch.nn.Module) else list(chunks)
     config = get_model_config(chunks[0])
@@ -68,7 +68,7 @@ def wrap_with_ddp(chunks: torch.nn.Module | Sequence[torch.nn.Module]) -> list[t
     return [DistributedDataParallel(config, ddp_config, chunk) for chunk in chunks]
 
 
-def build_optimizer(chunks: Sequence[torch.nn.Module], lr: float = 1e-3) -> MegatronOptimizer:
+def build_optimizer(chunks: Sequence[DistributedDataParallel], lr: float = 1e-3) -> MegatronOptimizer:
     """Megatron's Adam for wrapped fp32 chunks, without gradient clipping.
 
     Raises:
@@ -82,7 +82,7 @@ def build_optimizer(chunks: Sequence[torch.nn.Module], lr: float = 1e-3) -> Mega
 
 
 def schedule_step(
-    chunks: Sequence[torch.nn.Module],
+    chunks: Sequence[DistributedDataParallel],
     microbatches: Sequence[Batch],
     optimizer: MegatronOptimizer | None = None,
     *,
@@ -92,7 +92,8 @@ def schedule_step(
 
     Args:
         chunks: from :func:`wrap_with_ddp`.
-        microbatches: of one size, whole: each context-parallel rank takes its shard. Data-parallel ranks pass their own.
+        microbatches: of one size, whole: each context-parallel rank takes its shard. Data-parallel ranks pass
+            their own.
         optimizer: from :func:`build_optimizer`; steps after the gradients are collected.
         loss_form: what the loss function returns to the schedule. "mean" is a pair: the local loss sum over the token
             count of all context-parallel ranks. "sum_and_count" is a triple with the local sum and count, as
