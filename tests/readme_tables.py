@@ -76,10 +76,8 @@ def figures_table(benches: list[str], results: Path = RESULTS) -> str:
     header = ["bench", "case", "metric", "value", "measured on", "date"]
     lines = [_line(header), _line(["---"] * len(header))]
     for row in rows:
-        where = (
-            f"{row['device']}, torch {row['torch']}, tilelang {row['tilelang']}, megatron-core {row['megatron_core']}"
-        )
-        value = f"{row['value']} {row['unit']}"
+        versions = f"torch {row['torch']}, tilelang {row['tilelang']}, megatron-core {row['megatron_core']}"
+        value, where = f"{row['value']} {row['unit']}", f"{row['device']}, {versions}"
         lines.append(_line([row["bench"], row["case"], row["metric"], value, where, row["date"]]))
     return "\n".join(lines)
 

@@ -140,7 +140,7 @@ def test_bad_packages_are_named():
             assert f"{name} {release}" in text
 
 
-# Commands, paths and links ---------------------------------------------------------------------------------------------
+# Commands, paths and links --------------------------------------------------------------------------------------------
 
 
 def own_commands() -> list[str]:
@@ -196,7 +196,7 @@ def test_links_lead_somewhere(text):
             assert (base / target).exists(), target
 
 
-# Examples ---------------------------------------------------------------------------------------------------------------
+# Examples -------------------------------------------------------------------------------------------------------------
 
 AFTER_THE_REPORT = """
 import json
@@ -239,7 +239,7 @@ def examples(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict]:
 
 
 def as_shown(report: str) -> str:
-    """A report without what differs from machine to machine: folders, a git hash, Python's patch release, line breaks."""
+    """A report without what differs between machines: folders, a git hash, Python's release, line breaks."""
     report = re.sub(r" \(package_info appends .*?\)", "", report)
     report = re.sub(r"Python (\d+)\.\d+(\.\d+)?", r"Python \1", report)
     report = re.sub(r"\S*/(?=megatron/core/|mcore_patches/patches/)", ".../", report)
@@ -312,7 +312,7 @@ def test_start_up_file(tmp_path):
     assert state() == "PENDING"
 
 
-# The plan of removal ------------------------------------------------------------------------------------------------------
+# The plan of removal --------------------------------------------------------------------------------------------------
 
 PARTS = ["Upstream", "Landed", "Delete", "Verify"]
 
