@@ -1,8 +1,8 @@
-"""Correctness, then times, of the sparse-MLA kernels beside megatron-core 0.19.2's, in under two minutes on one H200.
+"""Correctness, then times, of the sparse-MLA kernels beside megatron-core 0.19.2's: under 100 s on one H200.
 
-    python gpu_ci/kernels/sparse_mla_probe.py [--sections compile,atomics,check,time] [--heads 16,64,128]
+    python gpu_ci/kernels/sparse_mla_probe.py [--heads 64,128,16]
 
-Each section runs in processes of its own with a time limit, so that a kernel that hangs or traps costs only its section.
+Each section runs in processes of its own with a time limit, so that a kernel that hangs or traps costs only that.
 """
 
 import argparse
@@ -15,76 +15,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
-
-ATOMICS = r"""
-// One block takes one row: `topk` ids, each a row of `width` fp32 values in `dst`. MODE picks the instruction.
-extern "C" __global__ void __launch_bounds__(256) scatter(float* dst, const int* ids, int topk, int width, int mode) {
-  extern __shared__ __align__(128) float stage[];
-  const int* mine = ids + (long)blockIdx.x * topk;
-  int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  float one = 1e-3f;
-  if (mode <= 2) {
-    for (int block = 0; block < topk; block += 64) {
-      int g = (warp % 4) * 16 + lane / 4, q = lane % 4;
-      int half = (warp / 4) * (width / 2);
-      for (int r = 0; r < 2; ++r) {
-        float* row = dst + (long)mine[block + g + 8 * r] * width + half;
-        if (mode == 0)
-          for (int c = 0; c < width / 2; c += 8)
-            asm volatile("red.global.add.v2.f32 [%0], {%1,%1};" ::"l"(row + c + 2 * q), "f"(one) : "memory");
-        else if (mode == 1)
-          for (int c = 0; c < width / 2; c += 16)
-            asm volatile("red.global.add.v4.f32 [%0], {%1,%1,%1,%1};" ::"l"(row + c + 4 * q), "f"(one) : "memory");
-        else
-          for (int c = 0; c < width / 2; c += 8) {
-            asm volatile("red.global.add.s32 [%0], %1;" ::"l"(row + c + 2 * q), "r"(1) : "memory");
-            asm volatile("red.global.add.s32 [%0], %1;" ::"l"(row + c + 2 * q + 1), "r"(1) : "memory");
-          }
-      }
-    }
-  } else if (mode == 3) {
-    for (int k = warp; k < topk; k += 8) {
-      float* row = dst + (long)mine[k] * width;
-      for (int c = lane * 4; c < width; c += 128)
-        asm volatile("red.global.add.v4.f32 [%0], {%1,%1,%1,%1};" ::"l"(row + c), "f"(one) : "memory");
-    }
-  } else if (mode == 7) {
-    for (int k = warp; k < topk; k += 8) {
-      float* row = dst + (long)mine[k] * width;
-      for (int c = lane; c < width; c += 32)
-        asm volatile("red.global.add.s32 [%0], %1;" ::"l"(row + c), "r"(1) : "memory");
-    }
-  } else {
-    unsigned smem = (unsigned)__cvta_generic_to_shared(stage);
-    for (int i = threadIdx.x; i < 8 * width; i += 256) stage[i] = mode == 5 ? __int_as_float(1) : one;
-    asm volatile("fence.proxy.async.shared::cta;");
-    __syncthreads();
-    unsigned bytes = width * 4;
-    for (int k = warp * 32 + lane; k < topk; k += 256) {
-      float* row = dst + (long)mine[k] * width;
-      if (mode == 4)
-        asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(row), "r"(smem + warp * bytes), "r"(bytes) : "memory");
-      else if (mode == 5)
-        asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.s32 [%0], [%1], %2;" ::"l"(row), "r"(smem + warp * bytes), "r"(bytes) : "memory");
-      else
-        asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(row), "r"(smem + warp * bytes), "r"(bytes) : "memory");
-      asm volatile("cp.async.bulk.commit_group;");
-      asm volatile("cp.async.bulk.wait_group.read 2;");
-    }
-    asm volatile("cp.async.bulk.wait_group 0;");
-  }
-}
-"""
-MODES = {
-    0: "red.v2.f32, wgmma order",
-    1: "red.v4.f32, wgmma order after exchange",
-    2: "red.s32, wgmma order",
-    3: "red.v4.f32, one row a warp",
-    4: "bulk reduce f32",
-    5: "bulk reduce s32",
-    6: "bulk store (no reduction)",
-    7: "red.s32, one row a warp",
-}
 
 
 def random_causal(rows, topk, device="cuda", seed=0):
@@ -118,12 +48,17 @@ def median_ms(function, repeats, warmup=1):
     return sorted(times)[len(times) // 2]
 
 
-def section_compile(name, width):
+def section_compile(width, reduction):
+    """What a first call builds, in this process, into TileLang's cache on disk."""
+    from mcore_patches.ops.jit import CACHE
     from mcore_patches.ops.sparse_mla import tilelang_kernels as kernels
 
     started = time.time()
-    kernels.kernel(name, int(width), "sm_90a")
-    print(f"RESULT compile {name} {width}: {time.time() - started:.1f} s in this process", flush=True)
+    kernels.warmup(width=int(width), heads=128, deterministic=reduction == "store")
+    if reduction == "store":
+        kernels.warmup(width=int(width), heads=64, deterministic=True)
+    parts = ", ".join(f"{key[3]} {seconds:.1f}" for key, seconds in CACHE.log.seconds.items())
+    print(f"RESULT build D{width} {reduction}: {time.time() - started:.1f} s side by side ({parts})", flush=True)
 
 
 def section_installed(heads):
@@ -201,75 +136,103 @@ CASES = [
 ]
 
 
-def section_check(which):
+def report(label, errors, limit=0.008):
+    bad = [name for name, value in errors.items() if not value < limit]
+    print(
+        f"RESULT {'FAIL' if bad else 'ok  '} {label}  " + "  ".join(f"{k} {v:.1e}" for k, v in errors.items()),
+        flush=True,
+    )
+
+
+def case_inputs(case, width, seed):
+    """Ids with a fifth outside [0, keys), an empty row, repeats where K exceeds the keys, and a tail of -1 in row 2."""
     import torch
 
+    batch, rows, keys, heads, topk = case
+    q, kv, indices, dout = inputs(batch, rows, keys, heads, topk, width, seed=seed)
+    drop = torch.rand(indices.shape, device="cuda") < 0.2
+    indices = torch.where(drop, torch.randint(-3, 0, indices.shape, device="cuda"), indices.long()).int()
+    indices[0, 1] = -1
+    indices[0, 0, 0] = 2**31 - 1
+    indices[-1, 2, topk // 2 :] = -1
+    indices[-1, 2, -1:] = keys
+    return q, kv, indices, dout
+
+
+def gradients(kernels, q, kv, indices, dout, scale, ref, deterministic):
+    out_r, lse_r, dq_r, dkv_r = ref
+    dq, dkv = kernels.backward(q, kv, indices, out_r.bfloat16(), lse_r.float(), dout, scale, 512, deterministic)
+    errors = {"dq": error(dq_r, dq, 0.02 * dq.numel() ** 0.5), "dkv": error(dkv_r, dkv)}
+    return (dq, dkv), {**errors, "empty row": dq[0, 1].abs().max().item()}
+
+
+def section_check(which, shared_kib="0"):
+    """Errors against float64; with shared_kib, of the plain kernels under that much shared memory."""
+    import torch
+
+    from mcore_patches.ops.device import Device
     from mcore_patches.ops.sparse_mla import tilelang_kernels as kernels
 
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = True
-    for width in (512, 576):
-        for number, (batch, rows, keys, heads, topk) in enumerate(CASES):
-            label = f"{which} D{width} B{batch}-S{rows}-Skv{keys}-H{heads}-K{topk}"
+    if shared_kib != "0":
+        kernels._device = lambda _: Device("sm_90a", int(shared_kib) * 1024, 132)
+        kernels._build_first = lambda *_: None
+    kernels.PARTS_BYTES = 6 * 2**20  # several chunks
+    for width in (512, 576) if shared_kib == "0" else (576,):
+        for number, case in enumerate(CASES):
+            label = which if shared_kib == "0" else f"{which} plain {shared_kib} KiB"
+            label += " D{} B{}-S{}-Skv{}-H{}-K{}".format(width, *case)
             try:
-                q, kv, indices, dout = inputs(batch, rows, keys, heads, topk, width, seed=100 * width + number)
-                drop = torch.rand(indices.shape, device="cuda") < 0.2
-                indices = torch.where(drop, torch.randint(-3, 0, indices.shape, device="cuda"), indices.long()).int()
-                indices[0, 1] = -1
-                indices[0, 0, 0] = 2**31 - 1
-                indices[-1, 2, -1] = keys
+                q, kv, indices, dout = case_inputs(case, width, 100 * width + number)
                 scale = width**-0.5
-                out_r, lse_r, dq_r, dkv_r = reference(q, kv, indices, scale, dout)
+                ref = reference(q, kv, indices, scale, dout)
                 if which == "forward":
                     out, lse = kernels.forward(q, kv, indices, scale, 512)
-                    torch.cuda.synchronize()
-                    errors = {"out": error(out_r, out), "lse": error(lse_r, lse)}
+                    errors = {"out": error(ref[0], out), "lse": error(ref[1], lse)}
                     again = kernels.forward(q, kv, indices, scale, 512)
                     errors["replay"] = float(not all(torch.equal(a, b) for a, b in zip((out, lse), again)))
                 else:
-                    dq, dkv = kernels.backward(q, kv, indices, out_r.bfloat16(), lse_r.float(), dout, scale, 512, False)
-                    torch.cuda.synchronize()
-                    errors = {"dq": error(dq_r, dq, 0.02 * dq.numel() ** 0.5), "dkv": error(dkv_r, dkv)}
-                    errors["empty row"] = dq[0, 1].abs().max().item()
-                bad = [k for k, v in errors.items() if not v < 0.008]
-                print(
-                    f"RESULT {'FAIL' if bad else 'ok  '} {label}  "
-                    + "  ".join(f"{k} {v:.2e}" for k, v in errors.items()),
-                    flush=True,
-                )
+                    deterministic = which == "deterministic"
+                    first, errors = gradients(kernels, q, kv, indices, dout, scale, ref, deterministic)
+                    if deterministic:
+                        again, _ = gradients(kernels, q, kv, indices, dout, scale, ref, True)
+                        errors["replay"] = float(not all(torch.equal(a, b) for a, b in zip(first, again)))
+                torch.cuda.synchronize()
+                report(label, errors)
             except Exception as e:
                 traceback.print_exc()
-                print(f"RESULT FAIL {label}: {type(e).__name__} {str(e).splitlines()[-1][:150] if str(e) else ''}")
+                print(f"RESULT FAIL {label}: {type(e).__name__} {str(e)[-150:]}", flush=True)
 
 
-def section_atomics():
-    import cupy
+def section_check_strided(width):
+    """q and dout as [S, B, H, D] seen as [B, S, H, D], kv as a slice of wider rows."""
     import torch
 
-    rows, topk = 16384, 2048
-    ids = random_causal(rows, topk).clamp_min(0)
-    module = cupy.RawModule(code=ATOMICS, backend="nvrtc", options=("-std=c++17", "-arch=sm_90a"))
-    kernel = module.get_function("scatter")
-    kernel.max_dynamic_shared_size_bytes = 8 * 576 * 4
-    for width in (576,):
-        dst = torch.zeros(rows, width, device="cuda")
-        for mode, name in MODES.items():
-            try:
+    from mcore_patches.ops.sparse_mla import tilelang_kernels as kernels
 
-                def launch(mode=mode):
-                    with cupy.cuda.ExternalStream(torch.cuda.current_stream().cuda_stream):
-                        kernel(
-                            (rows,),
-                            (256,),
-                            (dst.data_ptr(), ids.data_ptr(), cupy.int32(topk), cupy.int32(width), cupy.int32(mode)),
-                            shared_mem=8 * 576 * 4,
-                        )
-
-                ms = median_ms(launch, 3)
-                tb = rows * topk * width * 4 / ms / 1e9
-                print(f"RESULT atomics {name:40s} width {width}: {ms:7.2f} ms {tb:5.2f} TB/s", flush=True)
-            except Exception as e:
-                print(f"RESULT atomics {name}: {type(e).__name__} {e}", flush=True)
+    width = int(width)
+    print(f"RESULT strides survive: {kernels._strides_survive()}")
+    for case in ((2, 7, 500, 64, 127), (1, 9, 200, 24, 65), (1, 9, 200, 1, 65)):
+        q, kv, indices, dout = case_inputs(case, width, 7)
+        wide = torch.full((*kv.shape[:3], width + 64), float("nan"), device="cuda", dtype=kv.dtype)
+        wide[..., :width] = kv
+        q_wide = torch.full((case[1], case[0], case[3] + 3, width), float("nan"), device="cuda", dtype=kv.dtype)
+        q_wide[:, :, : case[3]] = q.transpose(0, 1)
+        q_strided, kv_strided = q_wide[:, :, : case[3]].transpose(0, 1), wide[..., :width]
+        dout_strided = dout.transpose(0, 1).contiguous().transpose(0, 1)
+        try:
+            out, lse = kernels.forward(q, kv, indices, 0.04, 512)
+            out_s, _ = kernels.forward(q_strided, kv_strided, indices, 0.04, 512)
+            dq, dkv = kernels.backward(q, kv, indices, out, lse, dout, 0.04, 512, False)
+            dq_s, dkv_s = kernels.backward(q_strided, kv_strided, indices, out, lse, dout_strided, 0.04, 512, False)
+            report(
+                f"strided D{width} {case}",
+                {"out": error(out, out_s), "dq": error(dq, dq_s), "dkv": error(dkv, dkv_s)},
+            )
+        except Exception as e:
+            traceback.print_exc()
+            print(f"RESULT FAIL strided {case}: {type(e).__name__} {str(e)[-200:]}", flush=True)
 
 
 def section_time(heads):
@@ -279,72 +242,110 @@ def section_time(heads):
 
     rows, topk, scale = 16384, 2048, 576**-0.5
     indices = random_causal(rows, topk).unsqueeze(0)
+    pairs = (indices >= 0).sum().item()
+    print(f"RESULT valid (row, key) pairs: {pairs / indices.numel():.4f} of T*K", flush=True)
+    device = kernels._device(indices.device)
+    extent = kernels._extent(indices, rows, device, 576)
+    nowhere = torch.full_like(indices, -1)
+    table = ["H    D    fwd ms  TF/s | bwd ms  TF/s | det ms  /bwd | products only, stores only, plan, sum"]
     for H in (int(h) for h in heads.split("+")):
-        result = {}
+        took = {}
         for width in (576, 512):
             q, kv, _, dout = inputs(1, rows, rows, H, 1, width)
             forward_flops = 2 * rows * H * topk * (width + 512) / 1e9
             backward_flops = 2 * rows * H * topk * (3 * width + 2 * 512) / 1e9
             try:
-                out, lse = kernels.forward(q, kv, indices, scale, 512)
-                ms = median_ms(lambda: kernels.forward(q, kv, indices, scale, 512), 5)
-                result["forward", width] = ms
-                print(
-                    f"RESULT time ours forward  H{H} D{width}: {ms:7.2f} ms {forward_flops / ms:6.1f} TF/s", flush=True
-                )
-                ms = median_ms(lambda: kernels.backward(q, kv, indices, out, lse, dout, scale, 512, False), 3)
-                result["backward", width] = ms
-                print(
-                    f"RESULT time ours backward H{H} D{width}: {ms:7.2f} ms {backward_flops / ms:6.1f} TF/s", flush=True
-                )
-                delta, dkv = torch.empty_like(lse), torch.zeros(1, rows, width, device="cuda")
-                dq = torch.empty_like(q)
-                ms = median_ms(
-                    lambda: kernels.kernel("backward", width, "sm_90a")(
-                        q, kv.squeeze(2), dout, indices, lse, delta, scale, dq, dkv
-                    ),
-                    3,
-                )
-                print(
-                    f"RESULT time   main kernel alone H{H} D{width}: {ms:7.2f} ms {backward_flops / ms:6.1f} TF/s",
-                    flush=True,
-                )
+                run = lambda q=q, kv=kv: kernels.forward(q, kv, indices, scale, 512)  # noqa: E731
+                out, lse = run()
+                took["f", width] = f = median_ms(run, 5)
+                if H == 128:
+                    halves = [q[:, :, :64].contiguous(), q[:, :, 64:].contiguous()]
+                    ms = median_ms(
+                        lambda halves=halves, kv=kv: [kernels.forward(h, kv, indices, scale, 512) for h in halves], 5
+                    )
+                    print(f"RESULT forward D{width}: H128 at once {f:.2f} ms, halves one after the other {ms:.2f} ms")
+                    del halves
+                run = lambda det, a=(q, kv, indices, out, lse, dout): kernels.backward(*a, scale, 512, det)  # noqa: E731
+                took["b", width] = b = median_ms(lambda run=run: run(False), 3)
+                took["d", width] = d = median_ms(lambda run=run: run(True), 3)
+                a, c = run(False), run(True)
+                differ = f"dq {error(a[0], c[0]):.1e} dkv {error(a[1], c[1]):.1e}"
+                print(f"RESULT H{H} D{width} deterministic against atomic: {differ}")
+                del a, c
+                line = f"{H:<4} {width}  {f:6.2f} {forward_flops / f:6.1f} | {b:6.2f} {backward_flops / b:6.1f}"
+                line += f" | {d:6.2f} {d / b:5.2f}"
+                blocks = -(-H // 64)
+                parts = torch.empty(1, 512 * topk * blocks, width, dtype=torch.bfloat16, device="cuda")
+                slots = torch.randperm(512 * topk, device="cuda", dtype=torch.int32).view(1, 512, topk)
+                store = kernels.kernel("backward", device, width, reduction="store", strided=False)
+                dq, delta = torch.empty_like(q), torch.zeros_like(lse)
+                every = (q, kv.squeeze(2), dout, indices, nowhere, extent, lse, delta, scale, dq, parts)
+                ms = median_ms(lambda every=every, store=store: store(*every), 2)
+                cut = slice(rows - 528, rows - 16)
+                some = (q[:, cut], kv.squeeze(2), dout[:, cut], indices[:, cut], slots, extent[:, cut], lse[:, cut])
+                some += (delta[:, cut], scale, dq[:, cut], parts)
+                part_ms = median_ms(lambda some=some, store=store: store(*some), 3) * rows / 512
+                line += f" | {ms:6.2f} {part_ms:6.2f}"
+                line += plan_times(kernels, device, indices, parts, width, blocks)
+                table.append(line)
+                print("RESULT " + line, flush=True)
             except Exception as e:
                 traceback.print_exc()
-                print(f"RESULT time ours H{H} D{width}: {type(e).__name__} {str(e)[-200:]}", flush=True)
-            if width == 576:
+                print(f"RESULT time H{H} D{width}: {type(e).__name__} {str(e)[-200:]}", flush=True)
+            if width == 576 and H >= 64:
                 try:
                     fwd, bwd = installed()
                     ids = indices.unsqueeze(2)
                     o, l = fwd.sparse_mla_fwd_interface(q, kv, ids, sm_scale=scale)
-                    ms = median_ms(lambda: fwd.sparse_mla_fwd_interface(q, kv, ids, sm_scale=scale), 3)
-                    r = ms / result.get(("forward", 576), float("nan"))
-                    print(
-                        f"RESULT time installed forward  H{H}: {ms:7.2f} ms {forward_flops / ms:6.1f} TF/s, ours {r:.2f}x",
-                        flush=True,
+                    f = median_ms(lambda a=(q, kv, ids), fwd=fwd: fwd.sparse_mla_fwd_interface(*a, sm_scale=scale), 3)
+                    b = median_ms(
+                        lambda a=(q, kv, o, dout, ids, l), bwd=bwd: bwd.sparse_mla_bwd(*a, sm_scale=scale), 1, 0
+                    )
+                    table.append(
+                        f"{H:<4} installed: {f:.2f} ms, ours {f / took['f', 576]:.2f}x"
+                        f" | {b:.1f} ms, ours {b / took['b', 576]:.2f}x"
                     )
                     print(f"RESULT      out against installed: {error(o, out):.2e}", flush=True)
-                    ms = median_ms(lambda: bwd.sparse_mla_bwd(q, kv, o, dout, ids, l, sm_scale=scale), 2)
-                    r = ms / result.get(("backward", 576), float("nan"))
-                    print(
-                        f"RESULT time installed backward H{H}: {ms:7.2f} ms {backward_flops / ms:6.1f} TF/s, ours {r:.2f}x",
-                        flush=True,
-                    )
-                    a = bwd.sparse_mla_bwd(q, kv, o, dout, ids, l, sm_scale=scale)
-                    b = kernels.backward(q, kv, indices, out, lse, dout, scale, 512, False)
-                    print(
-                        f"RESULT      dq, dkv against installed: {error(a[0], b[0]):.2e} {error(a[1], b[1]):.2e}",
-                        flush=True,
-                    )
-                    del o, l, a, b
+                    del o, l
                 except Exception as e:
                     traceback.print_exc()
-                    print(f"RESULT time installed H{H}: {type(e).__name__} {str(e)[-200:]}", flush=True)
-        print(
-            f"RESULT width 512 over 576 at H{H}: forward {result.get(('forward', 576), 0) / result.get(('forward', 512), 1):.3f} (FLOPs {1088 / 1024:.3f}), "
-            f"backward {result.get(('backward', 576), 0) / result.get(('backward', 512), 1):.3f} (FLOPs {2752 / 2560:.3f})",
-            flush=True,
-        )
+                    print(f"RESULT installed H{H}: {type(e).__name__} {str(e)[-200:]}", flush=True)
+        try:
+            ratios = {n: took[n, 576] / took[n, 512] for n in "fbd"}
+            table.append(
+                f"{H:<4} width 512 faster: forward {ratios['f']:.3f} (FLOPs 1.062),"
+                f" backward {ratios['b']:.3f} (1.075), deterministic {ratios['d']:.3f}"
+            )
+        except KeyError:
+            pass
+    print("\n".join("RESULT " + line for line in table), flush=True)
+
+
+def plan_times(kernels, device, indices, parts, width, blocks):
+    """Times of the deterministic backward's plan and sum over 512 rows, scaled to all rows."""
+    import torch
+
+    rows, topk = 512, indices.shape[-1]
+    keys = indices.shape[1]
+    mine = indices[0, -528:-16]
+    new = lambda *size: torch.zeros(*size, dtype=torch.int32, device="cuda")  # noqa: E731
+    bits, before, count, slots, times = new(16, keys), new(16, keys), new(keys), new(rows, topk), new(rows * topk)
+    state = {}
+
+    def plan():
+        bits.zero_()
+        times.zero_()
+        kernels.kernel("mark", device, width)(mine, bits)
+        kernels.kernel("rank", device, width)(bits, before, count)
+        state["ends"] = count.cumsum(0, dtype=torch.int32)
+        kernels.kernel("locate", device, width)(mine, bits, before, count, state["ends"], slots, times)
+
+    dkv = torch.zeros(keys, width, device="cuda")
+    add = kernels.kernel("sum", device, width, parts_of_entry=blocks)
+    plan_ms = median_ms(plan, 3)
+    sum_ms = median_ms(lambda: add(parts[0], count, state["ends"], times, dkv), 3)
+    scale = keys / rows
+    return f" {plan_ms * scale:6.2f} {sum_ms * scale:6.2f}"
 
 
 def spawn(limit, *jobs):
@@ -377,8 +378,7 @@ def spawn(limit, *jobs):
 
 def main():
     parser = argparse.ArgumentParser()
-    parser.add_argument("--sections", default="compile,atomics,check,time")
-    parser.add_argument("--heads", default="16,64,128")
+    parser.add_argument("--heads", default="64,128,16")
     parser.add_argument("--job", nargs="+")
     options = parser.parse_args()
     if options.job:
@@ -386,21 +386,29 @@ def main():
         globals()[f"section_{name}"](*rest)
         return
     started = time.time()
-    sections = options.sections.split(",")
     heads = options.heads.split(",")
-    if "compile" in sections:
-        jobs = [["compile", n, w] for n in ("forward", "backward") for w in ("512", "576")] + [
-            ["compile", "delta", "512"]
-        ]
-        spawn(70, *jobs, *[["installed", h] for h in heads])
-        print(f"[{time.time() - started:.0f} s]", flush=True)
-    if "atomics" in sections:
-        spawn(25, ["atomics"])
-    if "check" in sections:
-        spawn(45, ["check", "forward"], ["check", "backward"])
-        print(f"[{time.time() - started:.0f} s]", flush=True)
-    if "time" in sections:
-        spawn(90, ["time", "+".join(heads)])
+    spawn(
+        40,
+        ["compile", "576", "atomic"],
+        ["compile", "576", "store"],
+        ["compile", "512", "atomic"],
+        ["compile", "512", "store"],
+        *[["installed", h] for h in heads if int(h) >= 64],
+    )
+    print(f"[{time.time() - started:.0f} s]", flush=True)
+    spawn(
+        32,
+        ["check", "forward"],
+        ["check", "atomic"],
+        ["check", "deterministic"],
+        ["check_strided", "576"],
+        ["check", "forward", "163"],
+        ["check", "atomic", "163"],
+        ["check", "forward", "99"],
+        ["check", "deterministic", "99"],
+    )
+    print(f"[{time.time() - started:.0f} s]", flush=True)
+    spawn(max(20, 98 - (time.time() - started)), ["time", "+".join(heads)])
     print(f"[{time.time() - started:.0f} s in all]", flush=True)
 
 

@@ -14,7 +14,8 @@ import os
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -83,12 +84,34 @@ class KernelCache:
         """Why `key` did not compile, or None if it did or was never asked for."""
         return self.log.failures.get(key)
 
+    def failure_of(self, *prefix: Any) -> str | None:
+        """The first failure whose key begins with `prefix`, or None."""
+        failed = (reason for key, reason in self.log.failures.items() if key[: len(prefix)] == prefix)
+        return next(failed, None)
+
     def clear(self) -> None:
         """Forget every kernel, failure and count."""
         with self._lock:
             self._kernels.clear()
             self._key_locks.clear()
             self.log = BuildLog()
+
+
+def build_together(builds: Sequence[Callable[[], Any]]) -> float:
+    """Call `builds`, each of which gets a kernel from a cache, in parallel threads; return the seconds it took.
+
+    TileLang lowers a kernel under Python's lock but waits for nvcc without it. Kernels that are there already cost a
+    look each.
+
+    Raises:
+        KernelBuildError: the first in the order of `builds` that failed, after all have ended.
+    """
+    started = time.perf_counter()
+    with ThreadPoolExecutor(len(builds)) as threads:
+        futures = [threads.submit(build) for build in builds]
+    for future in futures:
+        future.result()
+    return time.perf_counter() - started
 
 
 def _spell(key: Key) -> str:
@@ -101,7 +124,7 @@ def _last_line(error: BaseException) -> str:
 
 
 def compile_kernel(key: Key, function: Any, *, arch: str, pass_configs: Mapping[Any, Any]) -> Any:
-    """Compile a TileLang prim_func for one CUDA architecture ("sm_90a"), one process of this host at a time for each key.
+    """Compile a TileLang prim_func for one CUDA architecture ("sm_90a"), one process of a host at a time for each key.
 
     TileLang keeps compiled kernels on disk, so of several ranks on one host the first compiles and the others load.
     """

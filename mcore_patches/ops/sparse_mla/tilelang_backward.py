@@ -1,6 +1,11 @@
-"""Hopper backward of sparse MLA: one query row and 64 heads a block, dKV by fp32 atomics."""
+"""Hopper backward of sparse MLA: one query row and 64 heads a block.
 
-from __future__ import annotations
+dKV leaves the registers in the order in which the matrix unit holds it: a thread has two neighbouring channels of each
+eight. So that it can write 16 bytes at once, the buffers keep the channels of each group of `group(reduction)` in
+another order; `mcore_patches.ops.sparse_mla.tilelang_kernels` puts them back.
+"""
+
+from typing import Any
 
 import tilelang
 import tilelang.language as T
@@ -9,72 +14,83 @@ LOG2E = 1.4426950408889634
 
 HEADS_PER_BLOCK = 64  # the M of one wgmma
 KEYS_PER_BLOCK = 64
+WGMMA_COLUMNS = 8  # of one 8-column tile of an accumulator each thread of a quad holds two columns
+REDUCTIONS = ("atomic", "store")
 
 PASS_CONFIGS = {
     tilelang.PassConfigKey.TL_ENABLE_FAST_MATH: True,
     tilelang.PassConfigKey.TL_DISABLE_WARP_SPECIALIZED: True,
     tilelang.PassConfigKey.TL_DISABLE_THREAD_STORAGE_SYNC: True,
+    # Every access below is guarded by hand; TileLang's own check of a slot would split 16-byte stores into four.
+    tilelang.PassConfigKey.TL_DISABLE_SAFE_MEMORY_ACCESS: True,
 }
 
 
-def delta_kernel(value_width: int):
-    """Builds the prim_func of Delta = sum(out * dout) over the value channels, fp32."""
-    total = T.dynamic("total")
+def group(reduction: str) -> int:
+    """Channels that are reordered together: what a quad of threads writes with 16 bytes each.
 
-    @T.prim_func
-    def sparse_mla_delta(
-        Out: T.Tensor([total, value_width], T.bfloat16),
-        DOut: T.Tensor([total, value_width], T.bfloat16),
-        Delta: T.Tensor([total], T.float32),
-    ):
-        with T.Kernel(T.ceildiv(total, 4), threads=128) as block:
-            tx = T.get_thread_binding()
-            row = block * 4 + tx // 32
-            lane = tx % 32
-            acc = T.alloc_local([1], T.float32)
-            o = T.alloc_local([8], T.bfloat16)
-            do = T.alloc_local([8], T.bfloat16)
-            acc[0] = 0.0
-            if row < total:
-                for c in T.unroll(value_width // 256):
-                    for v in T.vectorized(8):
-                        o[v] = Out[row, c * 256 + lane * 8 + v]
-                    for v in T.vectorized(8):
-                        do[v] = DOut[row, c * 256 + lane * 8 + v]
-                    for v in T.unroll(8):
-                        acc[0] += T.cast(o[v], T.float32) * T.cast(do[v], T.float32)
-            for s in T.unroll(5):
-                acc[0] += T.shfl_xor(acc[0], 16 >> s)
-            if row < total and lane == 0:
-                Delta[row] = acc[0]
-
-    return sparse_mla_delta
+    Channel 8 * t + 2 * c + e of a group lies at c * (group // 4) + 2 * t + e.
+    """
+    return 16 if reduction == "atomic" else 32
 
 
-def backward_kernel(width: int, value_width: int):
-    """Builds the prim_func of dQ (bf16) and dKV (fp32, accumulated into a zeroed buffer)."""
+def backward_kernel(width: int, value_width: int, reduction: str, strided: bool = False):
+    """Builds the prim_func of dQ (bf16) and of the rows' parts of dKV, their channels reordered by `group`.
+
+    With reduction "atomic" the parts are added to `DKV` [batch, keys, width], fp32, and `Slots` is `Indices`. With
+    "store" the part of (row, k) and of head block j is stored, rounded to bf16, to `DKV` [1, slots, width] at
+    Slots[row, k] * (number of head blocks) + j; a negative slot marks an id to ignore.
+    Extent[b, row] is the number of leading ids of a row that are read; KV may have any strides that are multiples of 8,
+    Q and DOut too if `strided`.
+    """
     batch, rows, heads, keys, topk = (T.dynamic(n) for n in ("batch", "rows", "heads", "keys", "topk"))
+    slots = T.dynamic("slots")
+    kv_strides = [T.dynamic(f"kv_stride_{n}", "int64") for n in range(2)]
     HB, KB = HEADS_PER_BLOCK, KEYS_PER_BLOCK
     tail = width - value_width
     dtype, accum = T.bfloat16, T.float32
 
+    q_type: Any = T.Tensor([batch, rows, heads, width], dtype)
+    dout_type: Any = T.Tensor([batch, rows, heads, value_width], dtype)
+    if strided:
+        q_strides, dout_strides = ([T.dynamic(f"{t}_stride_{n}", "int64") for n in range(3)] for t in ("q", "dout"))
+        q_type = T.StridedTensor([batch, rows, heads, width], [*q_strides, 1], dtype)
+        dout_type = T.StridedTensor([batch, rows, heads, value_width], [*dout_strides, 1], dtype)
+    columns_of_group = group(reduction)
+    run = columns_of_group // 4
+    dkv_dtype = accum if reduction == "atomic" else dtype
+
     @T.macro
-    def scatter(DKV, b, target, frag, column, columns):
-        for k, d in T.Parallel(KB, columns // 2):
+    def scatter(DKV, b, target, frag, run_local, column, columns):
+        for k, g, c in T.Parallel(KB, columns // columns_of_group, 4):
             if target[k] >= 0:
-                T.atomic_addx2(DKV[b, target[k], column + d * 2], frag[k, d * 2])
+                for t in T.unroll(columns_of_group // WGMMA_COLUMNS):
+                    for e in T.unroll(2):
+                        run_local[2 * t + e] = T.cast(
+                            frag[k, g * columns_of_group + t * WGMMA_COLUMNS + 2 * c + e], dkv_dtype
+                        )
+                first = column + g * columns_of_group + c * run
+                if reduction == "atomic":
+                    T.atomic_addx4(DKV[b, target[k], first], run_local[0])
+                else:
+                    DKV[b, target[k], T.Ramp(first, 1, run)] = run_local[T.Ramp(0, 1, run)]
+
+    def destination(Slots, b, row, k, key, head_block, head_blocks):
+        return key if reduction == "atomic" else Slots[b, row, k] * head_blocks + head_block
 
     @T.prim_func
     def sparse_mla_backward(
-        Q: T.Tensor([batch, rows, heads, width], dtype),
-        KV: T.Tensor([batch, keys, width], dtype),
-        DOut: T.Tensor([batch, rows, heads, value_width], dtype),
+        Q: q_type,
+        KV: T.StridedTensor([batch, keys, width], [*kv_strides, 1], dtype),
+        DOut: dout_type,
         Indices: T.Tensor([batch, rows, topk], T.int32),
+        Slots: T.Tensor([batch, rows, topk], T.int32),
+        Extent: T.Tensor([batch, rows], T.int32),
         Lse: T.Tensor([batch, rows, heads], accum),
         Delta: T.Tensor([batch, rows, heads], accum),
         scale: T.float32,
         DQ: T.Tensor([batch, rows, heads, width], dtype),
-        DKV: T.Tensor([batch, keys, width], accum),
+        DKV: T.Tensor([batch, slots, width], dkv_dtype),
     ):
         with T.Kernel(rows * T.ceildiv(heads, HB), batch, threads=384) as (x, b):
             q_shared = T.alloc_shared([HB, width], dtype)
@@ -82,7 +98,7 @@ def backward_kernel(width: int, value_width: int):
             kv_shared = T.alloc_shared([KB, width], dtype)
             p_shared = T.alloc_shared([HB, KB], dtype)
             ds_shared = T.alloc_shared([HB, KB], dtype)
-            ids = T.alloc_shared([2, KB], T.int32)
+            targets = T.alloc_shared([2, KB], T.int32)
 
             score = T.alloc_fragment([HB, KB], accum)
             dp = T.alloc_fragment([HB, KB], accum)
@@ -94,6 +110,8 @@ def backward_kernel(width: int, value_width: int):
             dq_3 = T.alloc_fragment([HB, 128], accum)
             target_left = T.alloc_fragment([KB], T.int32)
             target_right = T.alloc_fragment([KB], T.int32)
+            run_left = T.alloc_local([run], dkv_dtype)
+            run_right = T.alloc_local([run], dkv_dtype)
             dkv_left = T.alloc_fragment([KB, 128], accum)
             dkv_right = T.alloc_fragment([KB, 64], accum)
 
@@ -104,10 +122,11 @@ def backward_kernel(width: int, value_width: int):
             ds_ready = T.alloc_barrier(arrive_count=128)
             pds_free = T.alloc_barrier(arrive_count=256)
 
-            blocks = T.ceildiv(topk, KB)
             head_blocks = T.ceildiv(heads, HB)
             row = T.alloc_var(T.int32, init=T.truncdiv(x, head_blocks))
-            h0 = T.alloc_var(T.int32, init=T.truncmod(x, head_blocks) * HB)
+            head_block = T.truncmod(x, head_blocks)
+            h0 = T.alloc_var(T.int32, init=head_block * HB)
+            blocks = T.ceildiv(Extent[b, row], KB)
             log2_scale = scale * LOG2E
             tx = T.get_thread_binding()
 
@@ -128,7 +147,7 @@ def backward_kernel(width: int, value_width: int):
                 for i in T.serial(blocks):
                     T.barrier_wait(kv_ready, i & 1)
                     for h, k in T.Parallel(HB, KB):
-                        score[h, k] = T.if_then_else(ids[i & 1, k] >= 0, 0.0, -T.infinity(accum))
+                        score[h, k] = T.if_then_else(targets[i & 1, k] >= 0, 0.0, -T.infinity(accum))
                     T.wgmma_gemm(q_shared, kv_shared, score, transpose_B=True)
                     T.wait_wgmma(0)
                     for h, k in T.Parallel(HB, KB):
@@ -144,15 +163,15 @@ def backward_kernel(width: int, value_width: int):
                     T.wgmma_gemm(ds_shared, kv_shared[:, 128:256], dq_1)
                     T.wgmma_gemm(ds_shared, q_shared[:, 0:128], dkv_left, transpose_A=True)
                     T.wait_wgmma(1)
-                    T.copy(ids[i & 1, :], target_left)
+                    T.copy(targets[i & 1, :], target_left)
                     T.barrier_arrive(kv_free)
                     T.wait_wgmma(0)
-                    scatter(DKV, b, target_left, dkv_left, 0, 128)
+                    scatter(DKV, b, target_left, dkv_left, run_left, 0, 128)
                     T.wgmma_gemm(p_shared, do_shared[:, 128:256], dkv_left, transpose_A=True, clear_accum=True)
                     T.wgmma_gemm(ds_shared, q_shared[:, 128:256], dkv_left, transpose_A=True)
                     T.wait_wgmma(0)
                     T.barrier_arrive(pds_free)
-                    scatter(DKV, b, target_left, dkv_left, 128, 128)
+                    scatter(DKV, b, target_left, dkv_left, run_left, 128, 128)
                 T.barrier_wait(pds_free, (blocks & 1) ^ 1)
                 T.copy(dq_0, q_shared[:, 0:128])
                 T.copy(dq_1, q_shared[:, 128:256])
@@ -189,10 +208,10 @@ def backward_kernel(width: int, value_width: int):
                     T.wgmma_gemm(p_shared, do_shared[:, 256:320], dkv_right, transpose_A=True, clear_accum=True)
                     T.wgmma_gemm(ds_shared, q_shared[:, 256:320], dkv_right, transpose_A=True)
                     T.wait_wgmma(2)
-                    T.copy(ids[i & 1, :], target_right)
+                    T.copy(targets[i & 1, :], target_right)
                     T.barrier_arrive(kv_free)
                     T.wait_wgmma(0)
-                    scatter(DKV, b, target_right, dkv_right, 256, 64)
+                    scatter(DKV, b, target_right, dkv_right, run_right, 256, 64)
                     for c in T.unroll(3):
                         T.wgmma_gemm(
                             p_shared,
@@ -205,12 +224,12 @@ def backward_kernel(width: int, value_width: int):
                         T.wait_wgmma(0)
                         if tail == 0 and c == 2:
                             T.barrier_arrive(pds_free)
-                        scatter(DKV, b, target_right, dkv_right, 320 + c * 64, 64)
+                        scatter(DKV, b, target_right, dkv_right, run_right, 320 + c * 64, 64)
                     if tail > 0:
                         T.wgmma_gemm(ds_shared, q_shared[:, 512:576], dkv_right, transpose_A=True, clear_accum=True)
                         T.wait_wgmma(0)
                         T.barrier_arrive(pds_free)
-                        scatter(DKV, b, target_right, dkv_right, 512, 64)
+                        scatter(DKV, b, target_right, dkv_right, run_right, 512, 64)
                 T.barrier_wait(pds_free, (blocks & 1) ^ 1)
                 T.copy(dq_2, q_shared[:, 256:384])
                 T.copy(dq_3, q_shared[:, 384:512])
@@ -220,21 +239,23 @@ def backward_kernel(width: int, value_width: int):
                 T.sync_threads(2, 128)
                 T.copy(q_shared[:, 256:width], DQ[b, row, h0 : h0 + HB, 256:width])
             else:
-                T.set_max_nreg(24, 0)
+                T.set_max_nreg(32, 0)
                 keep = T.alloc_local([4], T.int32)
+                target = T.alloc_local([4], T.int32)
                 lane = tx - 256
                 for r in T.unroll(4):
                     k = r * 16 + lane // 8
                     keep[r] = -1
                     if k < topk:
                         keep[r] = Indices[b, row, k]
+                        target[r] = destination(Slots, b, row, k, keep[r], head_block, head_blocks)
                 for i in T.serial(blocks):
                     T.barrier_wait(kv_free, (i & 1) ^ 1)
                     for r in T.unroll(4):
                         slot = r * 16 + lane // 8
                         inside = (keep[r] >= 0) and (keep[r] < keys)
                         if lane % 8 == 0:
-                            ids[i & 1, slot] = T.if_then_else(inside, keep[r], -1)
+                            targets[i & 1, slot] = T.if_then_else(inside, target[r], -1)
                         key = T.if_then_else(inside, keep[r], 0)
                         for u in T.unroll(width // 64):
                             T.ptx_cp_async(
@@ -250,5 +271,6 @@ def backward_kernel(width: int, value_width: int):
                         keep[r] = -1
                         if k < topk:
                             keep[r] = Indices[b, row, k]
+                            target[r] = destination(Slots, b, row, k, keep[r], head_block, head_blocks)
 
     return sparse_mla_backward

@@ -1,6 +1,6 @@
 """Hopper forward of sparse MLA: four warp groups, one query row and 64 heads a block."""
 
-from __future__ import annotations
+from typing import Any
 
 import tilelang
 import tilelang.language as T
@@ -17,21 +17,41 @@ PASS_CONFIGS = {
     tilelang.PassConfigKey.TL_ENABLE_FAST_MATH: True,
     tilelang.PassConfigKey.TL_DISABLE_WARP_SPECIALIZED: True,
     tilelang.PassConfigKey.TL_DISABLE_THREAD_STORAGE_SYNC: True,
+    tilelang.PassConfigKey.TL_DISABLE_SAFE_MEMORY_ACCESS: True,  # every access is guarded by hand
 }
 
 
-def forward_kernel(width: int, value_width: int):
-    """Builds the prim_func of the forward for one head width (multiple of 64) and a value width of 512."""
+def forward_kernel(width: int, value_width: int, strided: bool = False):
+    """Builds the prim_func of the forward for one head width (multiple of 64) and a value width of 512.
+
+    Extent[b, row] is the number of leading ids of a row that are read; KV may have any strides that are multiples of 8,
+    Q too if `strided`.
+    """
     batch, rows, heads, keys, topk = (T.dynamic(n) for n in ("batch", "rows", "heads", "keys", "topk"))
+    kv_strides = [T.dynamic(f"kv_stride_{n}", "int64") for n in range(2)]
     HB, KB = HEADS_PER_BLOCK, KEYS_PER_BLOCK
     half = value_width // 2
     dtype, accum = T.bfloat16, T.float32
+    q_type: Any = T.Tensor([batch, rows, heads, width], dtype)
+    if strided:
+        q_strides = [T.dynamic(f"q_stride_{n}", "int64") for n in range(3)]
+        q_type = T.StridedTensor([batch, rows, heads, width], [*q_strides, 1], dtype)
+
+    @T.macro
+    def multiply(i, blocks, kv_ready, valid, q_shared, kv_shared, score):
+        stage = i % STAGES
+        if i < blocks:
+            T.barrier_wait(kv_ready[stage], (i // STAGES) & 1)
+        for h, k in T.Parallel(HB, KB):
+            score[h, k] = T.if_then_else(valid[stage, k] != 0, 0.0, -T.infinity(accum))
+        T.wgmma_gemm(q_shared, kv_shared[stage, :, :], score, transpose_B=True)
 
     @T.prim_func
     def sparse_mla_forward(
-        Q: T.Tensor([batch, rows, heads, width], dtype),
-        KV: T.Tensor([batch, keys, width], dtype),
+        Q: q_type,
+        KV: T.StridedTensor([batch, keys, width], [*kv_strides, 1], dtype),
         Indices: T.Tensor([batch, rows, topk], T.int32),
+        Extent: T.Tensor([batch, rows], T.int32),
         scale: T.float32,
         Out: T.Tensor([batch, rows, heads, value_width], dtype),
         Lse: T.Tensor([batch, rows, heads], accum),
@@ -45,6 +65,7 @@ def forward_kernel(width: int, value_width: int):
             norm_shared = T.alloc_shared([HB], accum)
 
             score = T.alloc_fragment([HB, KB], accum)
+            next_score = T.alloc_fragment([HB, KB], accum)
             row_max = T.alloc_fragment([HB], accum)
             new_max = T.alloc_fragment([HB], accum)
             row_sum = T.alloc_fragment([HB], accum)
@@ -61,27 +82,27 @@ def forward_kernel(width: int, value_width: int):
             p_ready = T.alloc_barrier(arrive_count=128)
             p_free = T.alloc_barrier(arrive_count=256)
 
-            blocks = T.ceildiv(topk, KB)
             head_blocks = T.ceildiv(heads, HB)
             row = T.alloc_var(T.int32, init=T.truncdiv(x, head_blocks))
             h0 = T.alloc_var(T.int32, init=T.truncmod(x, head_blocks) * HB)
+            blocks = T.ceildiv(Extent[b, row], KB)
             log2_scale = scale * LOG2E
             tx = T.get_thread_binding()
 
             if tx < 128:
-                T.set_max_nreg(104, 0)
+                T.set_max_nreg(144, 1)
                 T.tma_copy(Q[b, row, h0 : h0 + HB, :], q_shared, barrier=q_ready)
                 T.barrier_arrive(q_ready)
                 T.fill(row_sum, 0)
                 T.fill(row_max, -(2.0**30))
                 T.barrier_wait(q_ready, 0)
+                multiply(0, blocks, kv_ready, valid, q_shared, kv_shared, next_score)
+                T.wait_wgmma(0)
                 for i in T.serial(blocks):
-                    stage = i % STAGES
-                    T.barrier_wait(kv_ready[stage], (i // STAGES) & 1)
-                    for h, k in T.Parallel(HB, KB):
-                        score[h, k] = T.if_then_else(valid[stage, k] != 0, 0.0, -T.infinity(accum))
-                    T.wgmma_gemm(q_shared, kv_shared[stage, :, :], score, transpose_B=True)
-                    T.wait_wgmma(0)
+                    T.copy(next_score, score)
+                    # The product of the next block runs while the softmax of this one does. Behind the last block it is
+                    # taken on what lies in the stage, and dropped: a branch would make ptxas serialise the products.
+                    multiply(i + 1, blocks, kv_ready, valid, q_shared, kv_shared, next_score)
                     T.reduce_max(score, new_max, dim=1, clear=True)
                     for h in T.Parallel(HB):
                         new_max[h] = T.if_then_else(
@@ -99,6 +120,7 @@ def forward_kernel(width: int, value_width: int):
                     T.copy(score, p_shared)
                     T.fence_proxy_async()
                     T.barrier_arrive(p_ready)
+                    T.wait_wgmma(0)
                 T.barrier_wait(p_free, (blocks & 1) ^ 1)
                 for h in T.Parallel(HB):
                     norm_shared[h] = T.if_then_else(row_sum[h] > 0, 1.0 / row_sum[h], 0.0)
@@ -109,7 +131,7 @@ def forward_kernel(width: int, value_width: int):
                     )
                 T.copy(row_sum, Lse[b, row, h0 : h0 + HB])
             elif tx >= 128 and tx < 256:
-                T.set_max_nreg(168, 1)
+                T.set_max_nreg(160, 1)
                 T.fill(out_left0, 0)
                 T.fill(out_left1, 0)
                 for i in T.serial(blocks):
@@ -134,7 +156,7 @@ def forward_kernel(width: int, value_width: int):
                 T.sync_threads(1, 128)
                 T.copy(q_shared[:, :half], Out[b, row, h0 : h0 + HB, :half])
             elif tx >= 256 and tx < 384:
-                T.set_max_nreg(168, 1)
+                T.set_max_nreg(160, 1)
                 T.fill(out_right0, 0)
                 T.fill(out_right1, 0)
                 for i in T.serial(blocks):
@@ -159,7 +181,7 @@ def forward_kernel(width: int, value_width: int):
                 T.sync_threads(2, 128)
                 T.copy(q_shared[:, half:value_width], Out[b, row, h0 : h0 + HB, half:value_width])
             else:
-                T.set_max_nreg(72, 0)
+                T.set_max_nreg(48, 0)
                 ids = T.alloc_local([4], T.int32)
                 lane = tx - 384
                 for r in T.unroll(4):

@@ -1,0 +1,96 @@
+"""What a GPU offers to kernels, and the tiles that follow from it. The choices are pure functions of plain values."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+
+HOPPER = "sm_90a"
+HOPPER_SHARED_BYTES = 227 * 1024
+FIRST_ARCH_WITH_BF16_MATRIX_UNITS = 80
+BARRIER_BYTES = 1024  # barriers and the alignment of the first tile
+
+
+@dataclass(frozen=True)
+class Device:
+    """arch as compilers spell it ("sm_90a"), shared memory that one block may take, number of multiprocessors."""
+
+    arch: str
+    shared_bytes: int
+    multiprocessors: int
+
+
+def arch_name(major: int, minor: int) -> str:
+    """Compiler's name of a compute capability, with the instructions of that chip alone from Hopper on."""
+    return f"sm_{major}{minor}a" if major >= 9 else f"sm_{major}{minor}"
+
+
+@functools.cache
+def describe(device: torch.device) -> Device:
+    """The `Device` behind a CUDA device with an index."""
+    properties = torch.cuda.get_device_properties(device)
+    shared_bytes = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]
+    return Device(arch_name(properties.major, properties.minor), shared_bytes, properties.multi_processor_count)
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """How a kernel cuts its work: heads and keys of a block, stages of its pipeline, threads."""
+
+    heads: int
+    keys: int
+    stages: int
+    threads: int
+
+
+# Warps lie side by side, 8 keys each at least. 72 registers a thread hold the sums of dq; twice as many would spill.
+PLAIN_TILES = (Tiles(32, 64, 2, 256), Tiles(32, 64, 1, 256), Tiles(16, 32, 2, 128), Tiles(16, 32, 1, 128))
+
+
+@dataclass(frozen=True)
+class SparseMLADesign:
+    """Which kernels sparse MLA takes: tiles of the plain ones, or None for those written for Hopper."""
+
+    forward: Tiles | None
+    backward: Tiles | None
+
+    @property
+    def backward_heads(self) -> int:
+        """Heads that one block of the backward takes."""
+        return 64 if self.backward is None else self.backward.heads
+
+
+def sparse_mla_design(
+    arch: str, shared_bytes: int, dtype: torch.dtype, width: int, value_width: int
+) -> SparseMLADesign | str:
+    """The kernels for a GPU and a head width, or the reason why there are none.
+
+    Hopper has kernels of its own. Elsewhere it is the first of `PLAIN_TILES` that fits shared memory: every key
+    gathered serves all heads of a block, so more heads come before more stages.
+    """
+    if dtype != torch.bfloat16:
+        return f"q and kv must be bfloat16, got {str(dtype).removeprefix('torch.')}"
+    if width not in (512, 576) or value_width != 512:
+        return f"q's width must be 512 or 576 and v_channels 512, got {width} and {value_width}"
+    number = int("".join(c for c in arch if c.isdigit()))
+    if number < FIRST_ARCH_WITH_BF16_MATRIX_UNITS:
+        return f"{arch} has no bfloat16 matrix units"
+    if arch == HOPPER and shared_bytes >= HOPPER_SHARED_BYTES:
+        return SparseMLADesign(None, None)
+    fits = [t for t in PLAIN_TILES if plain_shared_bytes(t, width, 0) <= shared_bytes]
+    fits_backward = [
+        t for t in PLAIN_TILES if t.stages == 1 and plain_shared_bytes(t, width, value_width) <= shared_bytes
+    ]
+    if not fits or not fits_backward:
+        return f"{arch} lets a block have {shared_bytes} bytes of shared memory, too few for width {width}"
+    return SparseMLADesign(fits[0], fits_backward[0])
+
+
+def plain_shared_bytes(tiles: Tiles, width: int, dout_width: int) -> int:
+    """Shared memory of a plain kernel: q, stages of keys, P; with dout_width > 0 (the backward) dout and dS too."""
+    heads, keys = tiles.heads, tiles.keys
+    products = 2 if dout_width else 1
+    elements = heads * (width + dout_width) + tiles.stages * keys * width + products * heads * keys
+    return 2 * elements + BARRIER_BYTES
