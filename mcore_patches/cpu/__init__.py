@@ -40,10 +40,11 @@ megatron's own, found with this harness:
   with tensor and sequence parallelism, times the tensor-parallel size (summed where 0.19 averages).
 * 0.19, context parallelism: gradients of the indexer are times the context-parallel size unless
   ``calculate_per_token_loss``, whichever form the loss function has.
-* 0.19, packed documents with padding: padding counts in the indexer's loss, with its own gradient.
-* MLA with tensor but without sequence parallelism: the gradient of the down projection to the rotary key is wrong
-  (a rank's share is not summed), and norms of the latents have theirs times the tensor-parallel size. Absorbed MLA
-  refuses this layout.
+* 0.19, packed documents with padding: the indexer's loss counts the padding.
+* MLA with tensor but without sequence parallelism: the gradient of the shared rotary key is not summed over the
+  tensor-parallel ranks, so that the rotary rows of ``linear_kv_down_proj`` and all that lies below the attention get
+  gradients that are 10 to 80 % off and differ between the ranks; that of the query latent's norm is times the
+  tensor-parallel size. Absorbed MLA refuses this layout; use ``sp=True``.
 
 DSA with context parallelism or packed documents, fused backends, NoPE (``qk_pos_emb_head_dim=0``) and selective
 recomputation of ``core_attn`` need 0.19; hybrid models need 0.18.
@@ -57,7 +58,7 @@ Traps
   re-enters its own, as recomputed layers ask for CUDA there.
 * ``tilelang_dsa.SparseMLA`` is not None wherever TileLang is installed: it says nothing about a GPU. The TileLang
   indexer does not decline CPU tensors, it fails: use ``fused_indexer_declined()``. The fused attention hook declines
-  NoPE (512 wide), a number of tokens that is no multiple of 64 and fp32; asked for what it supports, it compiles for CUDA.
+  NoPE (512 wide), a number of tokens that is no multiple of 64, and fp32; what it supports it compiles, for CUDA.
 * ``dsa_kernel_backend="tilelang"`` is refused without CUDA when the config is built, not later:
   ``dsa_config(kernel_backend=...)`` sets it afterwards.
 * The DSA indexer in fp32 cannot rotate its activations (bf16 only): see ``dsa_config``. In bf16 another rounding
@@ -65,8 +66,8 @@ Traps
 * ``torch.topk`` leaves ties open, and the indexer's ReLU makes ties: ``dsa_indexer_scoring_relu=False`` (0.19) or
   ``dsa_indexer_topk`` of the whole sequence, where two layouts of the keys are compared.
 * ``DSAIndexerLossAutoScaler`` and ``DSAIndexerLossLoggingHelper`` keep state in the class: a scale left by a schedule
-  changes the next plain step, a plain step breaks the next schedule of 0.19, and the log has the first model's number of
-  layers. ``train_step`` and ``schedule_step`` start afresh.
+  changes the next plain step, a plain step breaks the next schedule of 0.19, and the log has as many entries as the
+  first model had layers. ``train_step`` and ``schedule_step`` start afresh.
 * Megatron's ``WrappedTorchNorm`` refuses sequence parallelism, its ``DotProductAttention`` MLA's arguments, and
   ``ColumnParallelLinear`` is no duplicated down projection; :mod:`layers <mcore_patches.cpu.layers>` and
   :mod:`specs <mcore_patches.cpu.specs>` have stand-ins.

@@ -148,6 +148,16 @@ def two_ranks(folder: str) -> Iterator[tuple[str, Any]]:
             yield f"{name} tp2", difference(schedule_step(wrap_with_ddp(chunks), batches), references[name])
         step = schedule_step(wrap_with_ddp(KINDS["gqa"].model(tp=2)), batches)
         yield "gqa tp2 without sp", difference(step, references["gqa"])
+        step = schedule_step(wrap_with_ddp(KINDS["mla-normed"].model(tp=2)), batches)
+        yield (
+            "mla-normed tp2 without sp",
+            sorted(
+                name.removeprefix("decoder.layers.1.")
+                for name, gradient in references["mla-normed"].gradients.items()
+                if name.startswith("decoder.layers.1.")
+                and not torch.allclose(step.gradients[name], gradient, rtol=1e-3)
+            ),
+        )
     with model_parallel(pp=2):
         for name, kind in KINDS.items():
             chunks = wrap_with_ddp(kind.model(pp=2))

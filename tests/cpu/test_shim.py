@@ -55,7 +55,7 @@ def test_life_cycle(version):
 
 def test_behaviour():
     (cases,) = run(f"{CASES}:behaviour")
-    assert "hide them with CUDA_VISIBLE_DEVICES='' or pass allow_cuda=True" in cases["cuda"]
+    assert "hide them with CUDA_VISIBLE_DEVICES='', or pass allow_cuda=True" in cases["cuda"]
     assert cases["off after cuda"] is False
     assert cases["off twice"] == "the CPU shim is off: enable() it first"
     assert cases["on twice"].startswith("the CPU shim is on already")
