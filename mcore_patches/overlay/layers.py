@@ -95,8 +95,10 @@ def strays(live: Iterable[Any]) -> dict[Key, list[Stack]]:
     found: dict[int, Stack] = {}
     for _, names in rebind.modules():
         for value in list(names.values()):
-            if type(value) is FunctionType and (stack := stack_on(value)) and id(stack.original) not in known:
-                found[id(value)] = stack
+            if type(value) is FunctionType and hasattr(value, rebind.MADE_BY):
+                stack = stack_on(value)
+                if stack is not None and id(stack.original) not in known:
+                    found[id(value)] = stack
     result: dict[Key, list[Stack]] = {}
     for stack in found.values():
         result.setdefault(stack.key, []).append(stack)

@@ -18,6 +18,9 @@ from mcore_patches.overlay.locate import module_dict
 
 _OVERLAY = __name__.partition(".")[0] + "."
 
+MADE_BY = "__mcore_patches_layer__"
+"""Attribute of every function that a patch built: the patch's id."""
+
 
 def modules() -> Iterator[tuple[str, dict[str, Any]]]:
     """(name, dictionary) of every module in sys.modules; one that is there under two names comes once."""
@@ -66,7 +69,7 @@ class Alias:
 def rebind(
     by_id: dict[int, Rename], by_function: Callable[[FunctionType], Rename | None], prefixes: Collection[str]
 ) -> tuple[list[Alias], list[tuple[str, Any]]]:
-    """Change every module-level name that holds an object of `by_id`, or a function for which `by_function` answers.
+    """Change every module-level name that holds an object of `by_id`, or a patch's function that `by_function` knows.
 
     Returns (names changed, names left alone because their module is under no prefix: "module.name" and its object).
     """
@@ -77,7 +80,7 @@ def rebind(
             inside = covered(module_name, prefixes)
             for name, value in list(names.items()):
                 rename = by_id.get(id(value))
-                if rename is None and type(value) is FunctionType:
+                if rename is None and type(value) is FunctionType and hasattr(value, MADE_BY):
                     rename = by_function(value)
                 if rename is None or rename.new is value:
                     continue
@@ -212,10 +215,6 @@ def _instance_dict(owner: Any) -> Any:
         return object.__getattribute__(owner, "__dict__")
     except AttributeError:
         return None
-
-
-MADE_BY = "__mcore_patches_layer__"
-"""Attribute of every function that a patch built: the patch's id."""
 
 
 def made_by_us(function: FunctionType) -> bool:

@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-TIMEOUT_SECONDS = 120
+TIMEOUT_SECONDS = 300
 
 
 class ChildFailed(AssertionError):
@@ -97,7 +97,8 @@ class Zygote:
     def close(self) -> None:
         if self._process.stdin is not None:
             self._process.stdin.close()
-        self._process.wait(timeout=10)
+        self._process.kill()
+        self._process.wait()
 
 
 # The zygote's side ----------------------------------------------------------------------------------------------------
@@ -125,6 +126,11 @@ def _rewrite_assertions() -> None:
 
 
 def _preload(preload: str) -> None:
+    """Make the imports of a family of tests.
+
+    plain: the overlay. torch: torch too. megatron: every patch's targets in the installed release too.
+    before-VERSION: torch and whatever else those imports bring in, in that release, but nothing of megatron itself.
+    """
     _rewrite_assertions()
     for module in ("pytest", "wrapt", "packaging.version", "importlib.metadata", "mcore_patches.overlay.engine"):
         importlib.import_module(module)
@@ -134,19 +140,36 @@ def _preload(preload: str) -> None:
 
     warnings.simplefilter("ignore")
     importlib.import_module("torch")
-    if preload == "torch":
-        return
-    assert preload == "megatron", preload
+    if preload == "megatron":
+        _import_targets()
+    elif preload.startswith("before-"):
+        from tests import releases
+
+        sys.path.insert(0, str(releases.path(preload.removeprefix("before-"))))
+        ok, names = _in_child((f"{__name__}:third_party_modules", {}, {}))
+        if not ok:
+            raise RuntimeError(names)
+        for name in names:
+            with contextlib.suppress(ImportError):  # made by their parents when these are imported
+                importlib.import_module(name)
+
+
+def _import_targets() -> None:
     from mcore_patches.overlay.registry import Registry
+    from mcore_patches.overlay.sites import Site
 
     for entry in Registry.discover("mcore_patches.patches").entries.values():
         for target in entry.patch.targets if entry.patch else ():
-            for name in target.modules:
-                try:
-                    importlib.import_module(name)
-                except ModuleNotFoundError:
-                    continue
-                break
+            if name := Site(target).module_name:
+                importlib.import_module(name)
+
+
+def third_party_modules() -> list[str]:
+    """What an import of all targets brings in beside megatron and the overlay."""
+    before = set(sys.modules)
+    _import_targets()
+    ours = ("megatron", "mcore_patches", "tests")
+    return [name for name in sys.modules if name not in before and name.partition(".")[0] not in ours]
 
 
 def _in_child(request: Any) -> Any:

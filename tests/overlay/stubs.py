@@ -91,7 +91,7 @@ def target(
     known: Verdict | None = "needs",
     **options: Any,
 ) -> Target:
-    """A target whose text, as it stands in the tree now, is known as `known`; unknown for None. Times ten by default."""
+    """A target whose text, as it stands in the tree now, is known as `known`; unknown for None. Default: times ten."""
     module, _, qualname = name.partition(":")
     table: dict[str, Verdict] = {}
     if known is not None:

@@ -18,7 +18,7 @@ from mcore_patches.overlay import fields
 from mcore_patches.overlay.errors import OverlayError
 from mcore_patches.overlay.fields import install
 from mcore_patches.overlay.patch import ConfigField, State
-from tests.overlay.conftest import RELEASES
+from tests import releases
 from tests.overlay.isolation import call, isolated
 from tests.overlay.stubs import Tree, engine_for, fields_target, module, patch
 
@@ -555,9 +555,9 @@ ADDED = (
 
 def check_the_real_configs(release):
     """In a process of its own: every use of TransformerConfig and MLATransformerConfig, with fields and without."""
-    sys.path.insert(0, str(RELEASES / release))
+    sys.path.insert(0, str(releases.path(release)))
     configs = importlib.import_module("megatron.core.transformer.transformer_config")
-    assert configs.__file__.startswith(str(RELEASES / release))
+    assert configs.__file__.startswith(str(releases.path(release)))
     root, mla = configs.TransformerConfig, configs.MLATransformerConfig
     known = list(type.__subclasses__(root))
     before = state_of(root, *known)
@@ -611,6 +611,6 @@ def patch_range():
     return Releases((0, 16, 1), None)
 
 
-@pytest.mark.parametrize("release", ["0.16.1", "0.17.1", "0.18.2", "0.19.0", "0.19.2"])
+@pytest.mark.parametrize("release", releases.RELEASES)
 def test_the_configs_of_every_release(release):
     call(f"{__name__}:check_the_real_configs", {"release": release}, "torch")

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from mcore_patches.overlay.patch import State
-from tests.overlay.conftest import RELEASES, ROOT
-from tests.overlay.isolation import isolated
+from tests import releases
+from tests.overlay.isolation import ROOT, isolated
 from tests.overlay.stubs import OPS, Tree, engine_for, module, ops_tree, patch, target, times
 
 
@@ -173,18 +173,18 @@ def test_the_range_holds_for_every_kind_of_version(tmp_path, packaging, packagin
         assert (release == "24.2") == (packaging == "24.2")
 
 
-@pytest.mark.parametrize("release", ["0.16.1", "0.17.1", "0.18.2", "0.19.0", "0.19.2"])
+@pytest.mark.parametrize("release", releases.RELEASES)
 @isolated()
 def test_a_source_tree_beside_another_installed_release(release):
     """The metadata on sys.path is that of 0.19.2 throughout."""
     from importlib.metadata import version
 
-    sys.path.insert(0, str(RELEASES / release))
+    sys.path.insert(0, str(releases.path(release)))
     import mcore_patches
 
     report = mcore_patches.status()
     assert report.megatron["release"] == release
-    assert report.megatron["file"].startswith(str(RELEASES / release))
+    assert report.megatron["file"].startswith(str(releases.path(release)))
     row = report["sparse_mla_nope"]
     inside = release >= "0.19"
     assert (row.state, row.decision) == ((State.NOT_APPLIED, State.PENDING) if inside else (State.OUT_OF_RANGE, None))
@@ -202,7 +202,7 @@ def test_a_checkout_inside_another_git_repository(tmp_path):
     site = tmp_path / "venv" / "site-packages" / "megatron" / "core"
     site.mkdir(parents=True)
     (site / "__init__.py").write_text("")
-    real = RELEASES / "0.19.2" / "megatron" / "core"
+    real = releases.path("0.19.2") / "megatron" / "core"
     (site / "package_info.py").write_text((real / "package_info.py").read_text())
     code = """
 import megatron.core.package_info as info, mcore_patches
