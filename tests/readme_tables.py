@@ -73,12 +73,13 @@ def figures_table(benches: list[str], results: Path = RESULTS) -> str:
             rows = [row for row in csv.DictReader(file) if row["bench"] in benches]
     if not rows:
         return NO_FIGURES
-    header = ["bench", "case", "metric", "value", "measured on", "date"]
+    header = ["bench", "case", "metric", "value", "measured on", "date", "command"]
     lines = [_line(header), _line(["---"] * len(header))]
     for row in rows:
         versions = f"torch {row['torch']}, tilelang {row['tilelang']}, megatron-core {row['megatron_core']}"
         value, where = f"{row['value']} {row['unit']}", f"{row['device']}, {versions}"
-        lines.append(_line([row["bench"], row["case"], row["metric"], value, where, row["date"]]))
+        cells = [row["bench"], row["case"], row["metric"], value, where, row["date"], f"`{row['command']}`"]
+        lines.append(_line(cells))
     return "\n".join(lines)
 
 
