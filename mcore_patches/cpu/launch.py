@@ -163,11 +163,11 @@ def _collect(job: Path, nprocs: int, target: str) -> list[Any]:
             f"{target} failed on rank {rank} of {nprocs}:\n{text}\n--- output:\n{_tail(job / f'log{rank}')}", rank
         )
     try:
-        exits = json.loads((job / "exits").read_text())
+        exits, stopped = json.loads((job / "exits").read_text())
     except FileNotFoundError:
         raise LaunchError(f"{target} was not called:\n{_tail(job / 'log')}") from None
     for rank, code in enumerate(exits):
-        if rank not in outcomes:
+        if rank not in outcomes and rank not in stopped:
             how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with status {code}"
             raise LaunchError(f"rank {rank} of {nprocs} {how} in {target}:\n{_tail(job / f'log{rank}')}", rank)
     return [outcomes[rank][2] for rank in range(nprocs)]
@@ -187,6 +187,7 @@ def _environment(job: Path, release: Path | str | None, env: Mapping[str, str]) 
     here = str(Path(__file__).parents[2])
     path = [str(Path(entry).resolve()) for entry in sys.path if entry not in own and not entry.endswith(".zip")]
     first = [] if release is None else [str(Path(release).resolve())]
+    first += filter(None, env.get("PYTHONPATH", "").split(os.pathsep))
     child["PYTHONPATH"] = os.pathsep.join(dict.fromkeys([*first, *path, here]))
     return child
 
@@ -238,18 +239,22 @@ def _fork_ranks(target: str, nprocs: int, job: Path) -> None:
     for process in ranks:
         process.start()
     (job / "pids").write_text(json.dumps([process.pid for process in ranks]))
-    running = list(ranks)
+    running = dict(enumerate(ranks))
+    stopped: set[int] = set()
     deadline = None
     while running:
-        multiprocessing.connection.wait([process.sentinel for process in running], timeout=_GRACE)
-        running = [process for process in running if process.is_alive()]
-        if deadline is None and any(process.exitcode for process in ranks):
-            deadline = time.monotonic() + _GRACE
+        multiprocessing.connection.wait([process.sentinel for process in running.values()], timeout=_GRACE)
+        done = [rank for rank, process in running.items() if not process.is_alive()]
+        for rank in done:
+            failed = running.pop(rank).exitcode or not (job / f"outcome{rank}").exists()
+            if failed and deadline is None:
+                deadline = time.monotonic() + _GRACE
         # Ranks that wait for a failed one would wait out the collective's timeout; so would ranks without a caller.
         if os.getppid() != parent or (deadline is not None and time.monotonic() > deadline):
-            for process in running:
+            for rank, process in running.items():
                 process.kill()
-    (job / "exits").write_text(json.dumps([process.exitcode for process in ranks]))
+                stopped.add(rank)
+    (job / "exits").write_text(json.dumps([[process.exitcode for process in ranks], sorted(stopped)]))
 
 
 def _rank(

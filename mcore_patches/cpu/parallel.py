@@ -16,7 +16,6 @@ from mcore_patches.cpu.launch import INIT_METHOD_VARIABLE
 
 __all__ = ["Layout", "destroy", "init_model_parallel", "model_parallel"]
 
-
 _store: dist.Store | None = None
 _generation = 0
 

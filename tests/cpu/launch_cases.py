@@ -47,12 +47,16 @@ def hangs_somewhere(seconds):
     time.sleep(seconds)
 
 
-def crashes():
-    ctypes.string_at(0)
+def crashes(rank, seconds):
+    if os.environ["RANK"] == str(rank):
+        ctypes.string_at(0)
+    time.sleep(seconds)
 
 
-def exits(status):
-    os._exit(status)
+def exits(rank, status, seconds):
+    if os.environ["RANK"] == str(rank):
+        os._exit(status)
+    time.sleep(seconds)
 
 
 def unpicklable():

@@ -47,8 +47,15 @@ def test_environment(monkeypatch):
 def test_release_comes_first_on_the_path(tmp_path):
     (tmp_path / "megatron" / "core").mkdir(parents=True)
     (result,) = run(f"{CASES}:path", release=tmp_path)
-    assert [entry for entry in result if entry][:1] in ([str(tmp_path)], [os.getcwd()])
     assert result.index(str(tmp_path)) < min(i for i, entry in enumerate(result) if entry.endswith("site-packages"))
+
+
+def test_path_of_the_caller_comes_after_the_release(tmp_path, monkeypatch):
+    (tmp_path / "release" / "megatron" / "core").mkdir(parents=True)
+    monkeypatch.syspath_prepend(str(tmp_path / "mine"))
+    (result,) = run(f"{CASES}:path", release=tmp_path / "release", env={"PYTHONPATH": str(tmp_path / "given")})
+    order = [result.index(str(tmp_path / name)) for name in ("release", "given", "mine")]
+    assert order == sorted(order)
 
 
 def test_named_cases():
@@ -88,16 +95,16 @@ def test_timeout_shows_where_the_ranks_are():
 @pytest.mark.parametrize(
     ("target", "args", "how"),
     [
-        ("crashes", (), "was killed by SIGSEGV"),
-        ("exits", (3,), "exited with status 3"),
-        ("exits", (0,), "exited with status 0"),
+        ("crashes", (1, 600), "was killed by SIGSEGV"),
+        ("exits", (1, 3, 600), "exited with status 3"),
+        ("exits", (1, 0, 600), "exited with status 0"),
     ],
     ids=["signal", "status", "silently"],
 )
 def test_rank_that_dies(target, args, how):
-    with pytest.raises(LaunchError, match=f"rank 0 of 1 {how}") as caught:
-        run(f"{CASES}:{target}", args=args)
-    assert caught.value.rank == 0
+    with pytest.raises(LaunchError, match=f"rank 1 of 2 {how}") as caught:
+        run(f"{CASES}:{target}", nprocs=2, args=args)
+    assert caught.value.rank == 1
 
 
 def test_result_that_does_not_pickle():
