@@ -3,10 +3,17 @@
 The forward is three kernels. The plan lists, for every tile of neighbouring rows, the union of their blocks. Where the
 union is small against what the rows would read one by one, the union kernel attends the whole tile at once; the row
 kernel attends the rest, one row at a time. Which of the two takes a tile is decided on the device.
+
+The backward does the same with tiles of its own. The union kernel leaves partial sums of dK and dV in a scratch buffer,
+chunk by chunk of tiles, and a reduction adds them up. For the other rows dQ comes from a row kernel, dK and dV from
+windows of keys that gather the rows which attend them, chunk by chunk of rows. Every sum has a fixed order: repeated
+calls give the same bits.
 """
 
 from __future__ import annotations
 
+import importlib
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +23,8 @@ from mcore_patches.ops.jit import CACHE, compile_kernel
 
 LOG2E = 1.4426950408889634
 MASK_BITS = 16
+# Tokens of a window of keys: two words of bits.
+WINDOW = 64
 _DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
 # Every barrier is written out: those that TileLang would add sit inside the loops that gather.
 _OWN_BARRIERS = {"tl.disable_thread_storage_sync": True, "tl.disable_warp_specialized": True}
@@ -48,6 +57,37 @@ class Tiles:
 def choose_tiles(heads: int, kv_heads: int) -> Tiles:
     """Tiles for Hopper: as many rows as fit 128 matrix rows, at most one mask bit each."""
     return Tiles(rows=min(MASK_BITS, 128 // (heads // kv_heads)))
+
+
+@dataclass(frozen=True)
+class BackwardTiles:
+    """How the backward cuts a shape.
+
+    union: tiles of rows that share blocks; window_rows, window_stages: rows of a step of the window kernel, and steps in
+    shared memory; steps: steps of 64 keys whose partial sums the scratch holds; slots: most tiles of a chunk;
+    window_words: most words of the (window, row) bits held at once.
+    """
+
+    union: Tiles
+    window_rows: int
+    window_stages: int
+    steps: int = 16384
+    slots: int = 512
+    window_words: int = 2**27
+
+
+def choose_backward_tiles(heads: int, kv_heads: int) -> BackwardTiles:
+    """Tiles of the backward for Hopper.
+
+    A union step holds Q and dO of at most 96 vectors (48 KiB each at 256 channels) beside two stages of K and one of V; a
+    window step at most 64, beside a window of K and V. Both counts are reduction widths: multiples of 16.
+    """
+    group = heads // kv_heads
+    union_rows = max(r for r in range(1, MASK_BITS + 1) if r * group <= 96 and r * group % 16 == 0)
+    window_rows = max(r for r in range(1, 65) if r * group <= 64 and r * group % 16 == 0)
+    return BackwardTiles(
+        union=Tiles(rows=union_rows), window_rows=window_rows, window_stages=3 if window_rows * group <= 48 else 2
+    )
 
 
 @dataclass(frozen=True)
@@ -169,3 +209,164 @@ def forward(
         q, k, v, block_ids, row_pos, row_start, plan.row_count, plan.count, out, lse, scale_log2e
     )
     return out, lse
+
+
+def _kernel(name: str, module: str, shape: dict[str, object], arch: str, pass_configs: dict[str, bool] = _FAST_MATH):
+    """The kernel that `name` in `module` builds for `shape`."""
+    key = (f"sparse_gqa.{name}", arch, *shape.values())
+
+    def build():
+        builder = getattr(importlib.import_module(f"mcore_patches.ops.sparse_gqa.{module}"), name)
+        return compile_kernel(key, builder(**shape), arch=arch, pass_configs=pass_configs)
+
+    return CACHE.get(key, build)
+
+
+def backward_kernels(
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    dtype: torch.dtype,
+    topk: int,
+    block_size: int,
+    tiles: BackwardTiles,
+    arch: str,
+) -> dict[str, Callable[[], object]]:
+    """What builds (on the first call) and returns each kernel of the backward but the plan."""
+    union, name = tiles.union, _DTYPES[dtype]
+    shape = {"heads": heads, "kv_heads": kv_heads, "dim": dim}
+    selection = {"rows": union.rows, "block_size": block_size, "topk": topk}
+    return {
+        "delta": lambda: _kernel("delta", "tilelang_delta", {"dim": dim, "dtype": name}, arch),
+        "union": lambda: _kernel(
+            "union_backward",
+            "tilelang_union_backward",
+            shape
+            | {
+                "rows": union.rows,
+                "block_size": block_size,
+                "capacity": union.capacity(topk, block_size),
+                "dtype": name,
+                "keys": union.keys,
+                "slots": tiles.slots,
+            },
+            arch,
+        ),
+        "reduce": lambda: _kernel(
+            "reduce_partials",
+            "tilelang_reduce",
+            {"kv_heads": kv_heads, "dim": dim, "keys": union.keys, "slots": tiles.slots, "dtype": name},
+            arch,
+        ),
+        "row": lambda: _kernel(
+            "row_backward",
+            "tilelang_row_backward",
+            shape | selection | {"dtype": name, "keys": union.keys},
+            arch,
+        ),
+        "mark": lambda: _kernel("mark_windows", "tilelang_windows", selection, arch),
+        "list": lambda: _kernel("list_windows", "tilelang_windows", {}, arch),
+        "window": lambda: _kernel(
+            "window_backward",
+            "tilelang_window_backward",
+            shape | {"rows": tiles.window_rows, "stages": tiles.window_stages, "dtype": name},
+            arch,
+        ),
+    }
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """Tiles that share, dealt to chunks whose partial sums fit the scratch. tile_of [chunks, slots], offset [tiles]."""
+
+    tile_of: Tensor
+    offset: Tensor
+    steps: int
+
+
+def deal_chunks(count: Tensor, tiles: BackwardTiles, topk: int, block_size: int) -> Chunks:
+    """Deal tiles to chunks by a prefix sum of their steps. `count [tiles]`: entries of the union, -1 if not shared.
+
+    A tile counts at least as many steps as give a chunk no more tiles than slots; its slot follows from its offset.
+    """
+    n_tiles, entries = len(count), tiles.union.keys // block_size
+    most = tiles.union.capacity(topk, block_size) // entries
+    budget = min(tiles.steps, n_tiles * most)
+    least = -(-budget // tiles.slots)
+    n_chunks = n_tiles * max(most, least) // budget + 1
+    shared = count >= 0
+    cost = torch.where(shared, ((count + entries - 1) // entries).clamp(min=least), 0).long()
+    begin = cost.cumsum(0) - cost
+    offset = begin % budget
+    place = torch.where(shared, begin // budget * tiles.slots + offset // least, n_chunks * tiles.slots)
+    tile_of = torch.full((n_chunks * tiles.slots + 1,), -1, dtype=torch.int32, device=count.device)
+    tile_of.scatter_(0, place, torch.arange(n_tiles, dtype=torch.int32, device=count.device))
+    return Chunks(tile_of[:-1].view(n_chunks, tiles.slots), offset.int(), budget + most)
+
+
+def backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    block_ids: Tensor,
+    row_pos: Tensor,
+    row_start: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor,
+    scale: float,
+    block_size: int,
+    *,
+    tiles: BackwardTiles | None = None,
+    limit: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients `dq`, `dk`, `dv` like `q`, `k`, `v`. Arguments and `out`, `lse` as in `forward`; all contiguous.
+
+    `limit` replaces the largest union (in entries) that `tiles` would share.
+    """
+    (rows, heads, dim), (tokens, kv_heads, _), topk = q.shape, k.shape, block_ids.shape[1]
+    tiles = tiles or choose_backward_tiles(heads, kv_heads)
+    kernels = backward_kernels(heads, kv_heads, dim, q.dtype, topk, block_size, tiles, _arch(q.device))
+    plan = make_plan(block_ids, row_pos, row_start, block_size, tiles.union, limit)
+    delta = torch.empty_like(lse)
+    kernels["delta"]()(out.view(-1, dim), dout.view(-1, dim), delta.view(-1))
+    dq = torch.empty_like(q)
+    dk, dv = (torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (k, v))
+
+    chunks = deal_chunks(plan.count, tiles, topk, block_size)
+    partial = torch.empty((chunks.steps, kv_heads, 2, dim // 8, tiles.union.keys, 8), dtype=q.dtype, device=q.device)
+    place = torch.zeros((tokens, tiles.slots), dtype=torch.int32, device=q.device)
+    for chunk in range(len(chunks.tile_of)):
+        kernels["union"]()(
+            q,
+            k,
+            v,
+            dout,
+            lse,
+            delta,
+            plan.count,
+            plan.first,
+            plan.info,
+            row_pos,
+            chunks.tile_of,
+            chunks.offset,
+            dq,
+            partial,
+            place,
+            chunk,
+            scale,
+        )
+        kernels["reduce"]()(partial, place, dk, dv, scale)
+
+    kernels["row"]()(q, k, v, dout, block_ids, row_pos, row_start, plan.row_count, plan.count, lse, delta, dq, scale)
+    windows = -(-tokens // WINDOW)
+    rows_at_once = min(rows, max(tiles.window_words // (2 * windows), 1))
+    bits = torch.empty((2 * windows, rows_at_once), dtype=torch.int32, device=q.device)
+    lists = torch.empty((windows, rows_at_once), dtype=torch.int32, device=q.device)
+    listed = torch.empty(windows, dtype=torch.int32, device=q.device)
+    for row0 in range(0, rows, rows_at_once):
+        bits.zero_()
+        kernels["mark"]()(block_ids, row_pos, row_start, plan.row_count, plan.count, bits, row0)
+        kernels["list"]()(bits, listed, lists)
+        kernels["window"]()(q, k, v, dout, lse, delta, bits, listed, lists, dk, dv, row0, scale)
+    return dq, dk.to(k.dtype), dv.to(v.dtype)
