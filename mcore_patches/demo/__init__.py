@@ -14,6 +14,7 @@ import json
 import os
 import time
 from dataclasses import dataclass
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -67,11 +68,13 @@ def run(
         0, or 1 when one of a demo's own checks failed.
 
     Raises:
-        DemoError: an unknown name, a bad argument, something is not installed, or the patch cannot be shown on the
-            installed release. Nothing was trained.
+        DemoError: an unknown name, a bad argument, one of several processes, something is not installed, or the patch
+            cannot be shown here. Nothing was trained.
     """
     demos = _named(name)
     _check_steps(steps, demos)
+    if (world := os.environ.get("WORLD_SIZE", "1")) != "1":
+        raise DemoError(f"WORLD_SIZE={world} is set, but the demos run in one process: start them without torchrun")
     folder = _folder(out)
     _check_packages()
     # Read when torch loads. The profiler that measures memory greets on stderr at its highest levels.
@@ -91,19 +94,24 @@ def run(
     ok = all(result["ok"] for result in results.values())
     if as_json:
         found = installed()
-        print(
-            json.dumps(
-                {
-                    "ok": ok,
-                    "mcore_patches": __version__,
-                    "megatron_core": found and found.text,
-                    "demos": results,
-                    "not_run": not_run,
-                },
-                indent=2,
-            )
-        )
+        report = {
+            "ok": ok,
+            "mcore_patches": __version__,
+            "megatron_core": found and found.text,
+            "demos": results,
+            "not_run": not_run,
+        }
+        print(json.dumps(_json_values(report), indent=2, allow_nan=False))
     return 0 if ok else 1
+
+
+def _json_values(value: Any) -> Any:
+    """With null for NaN and infinity, which a run that diverged produces and JSON does not know."""
+    if isinstance(value, dict):
+        return {key: _json_values(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_json_values(item) for item in value]
+    return None if isinstance(value, float) and not isfinite(value) else value
 
 
 def _train(demo: Demo, steps: int | None, folder: Path, progress: Progress) -> tuple[Outcome, float]:

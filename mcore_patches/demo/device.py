@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import warnings
 from collections.abc import Iterator
 
@@ -17,13 +16,7 @@ from mcore_patches.demo.outcome import DemoError
 
 @contextlib.contextmanager
 def training_device() -> Iterator[torch.device]:
-    """Megatron's model parallelism of size 1 on the device to train on, taken down afterwards.
-
-    Raises:
-        DemoError: the environment says that this is one of several processes.
-    """
-    if (world := os.environ.get("WORLD_SIZE", "1")) != "1":
-        raise DemoError(f"WORLD_SIZE={world} is set, but the demos run in one process: start them without torchrun")
+    """Megatron's model parallelism of size 1 on the device to train on, taken down afterwards."""
     if not torch.cuda.is_available():
         from mcore_patches.cpu.parallel import model_parallel
 

@@ -40,7 +40,7 @@ class Progress:
             bar = "#" * full + "-" * (BAR - full)
             # \x1b[K clears what a longer line left behind.
             self._write(f"\r{self._label} [{bar}] {count}  {note}  {elapsed}\x1b[K" + ("\n" if finished else ""))
-        elif finished or self._done % max(1, self._total // PLAIN_LINES) == 0:
+        elif finished or self._done % -(-self._total // PLAIN_LINES) == 0:
             self._write(f"{self._label}  {count}  {note}  {elapsed}\n")
 
     def _write(self, text: str) -> None:

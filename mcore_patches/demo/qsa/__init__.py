@@ -37,8 +37,8 @@ PATCH = "qsa"
 # What learns nothing stays where it is; a run of the fewest steps allowed clears these by a wide margin.
 KL_FALL = 0.1
 OVERLAP_RISE = 0.05
-# Dense pre-training takes this many times the steps of a stage: without structure there is nothing to distil.
-PRETRAINING = 2.5
+# However few steps the stages take: a teacher without structure leaves nothing to learn.
+PRETRAINING_STEPS = 120
 
 
 def train(steps: int, png: Path, progress: Progress) -> Outcome:
@@ -50,10 +50,10 @@ def train(steps: int, png: Path, progress: Progress) -> Outcome:
     with training_device() as device, patched(PATCH):
         name = device_name(device)
         progress.say(
-            f"{PATCH}: a GPTModel with {LAYERS} QSA layers, {HEADS} heads, learns passages of {LENGTH} bytes on {name}, "
-            f"of which a query selects {BUDGET} in blocks of {RATIO}"
+            f"{PATCH}: a GPTModel with {LAYERS} QSA layers, {HEADS} heads, learns passages of {LENGTH} bytes on "
+            f"{name}; a query selects {BUDGET} bytes, in blocks of {RATIO}"
         )
-        dense = dense_stage(round(PRETRAINING * steps), device, progress)
+        dense = dense_stage(PRETRAINING_STEPS, device, progress)
         warmup = warmup_stage(steps, dense.model, device, progress)
         sparse = sparse_stage(steps, warmup.model, device, progress)
         report = mcore_patches.status()
