@@ -2,8 +2,8 @@
 
     python -m gpu_ci.bench.qsa_layer_cpu --tokens 16384 --stage sparse
 
-24 query and 2 KV heads of 256, hidden 2560, 4 index heads of 128, blocks of 4, budget 2048; one packed document. Prints the
-seconds and the resident memory of the process: before the layer runs and at its peak.
+24 query and 2 KV heads of 256, hidden 2560, 4 index heads of 128, blocks of 4, budget 2048; one packed document. Prints
+the seconds and the resident memory of the process: before the layer runs and at its peak.
 """
 
 from __future__ import annotations

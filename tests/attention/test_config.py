@@ -10,17 +10,19 @@ import re
 from typing import Any
 
 import pytest
+import torch
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
+from mcore_patches.attention.qsa import freeze_backbone
 from mcore_patches.attention.qsa.config import FIELDS, STAGES
 from mcore_patches.attention.qsa.support import CHOICES, EXCLUDED, FEATURES, Setup, refusal, support_matrix_markdown
-from tests.attention.tiny import qsa_config, qsa_layer, run_layer
+from mcore_patches.cpu.models import gpt_config
+from tests.attention.tiny import packed_params, qsa_config, qsa_layer, rotary_table, run_layer
 
 pytestmark = pytest.mark.usefixtures("megatron")
 
 
 def test_fields_are_those_of_a_dataclass() -> None:
-    from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
-
     names = [field.name for field in FIELDS]
     for cls in (TransformerConfig, MLATransformerConfig):
         fields = {field.name: field.default for field in dataclasses.fields(cls)}
@@ -38,8 +40,6 @@ def test_config_survives_replace_deepcopy_and_pickle() -> None:
 
 
 def test_subclasses_take_and_check_the_fields() -> None:
-    from megatron.core.transformer.transformer_config import TransformerConfig
-
     @dataclasses.dataclass
     class Provider(TransformerConfig):
         seq_length: int = 8
@@ -88,8 +88,6 @@ def test_each_fault_has_one_clear_error(fields: dict[str, Any], message: str) ->
 
 
 def test_configs_without_qsa_are_left_alone() -> None:
-    from mcore_patches.cpu.models import gpt_config
-
     config = gpt_config(attention_dropout=0.5, qsa_indexer_kv_heads=7)
     assert config.qsa_indexer_n_heads is None
 
@@ -214,8 +212,6 @@ def test_markdown_has_every_choice_and_reason() -> None:
     ids=lambda arguments: next(iter(arguments)),
 )
 def test_inference_is_refused(arguments: dict[str, Any]) -> None:
-    import torch
-
     layer = qsa_layer(qsa_config()).eval()
     with pytest.raises(
         NotImplementedError, match=f"{next(iter(arguments))} is given: QSA layers train and evaluate only"
@@ -224,10 +220,6 @@ def test_inference_is_refused(arguments: dict[str, Any]) -> None:
 
 
 def test_calls_that_qsa_cannot_serve_are_refused() -> None:
-    import torch
-
-    from tests.attention.tiny import packed_params, rotary_table
-
     layer, x = qsa_layer(qsa_config()), torch.zeros(8, 1, 64)
     with pytest.raises(ValueError, match="attention_bias is given"):
         layer(x, None, attention_bias=x)
@@ -248,10 +240,6 @@ def test_calls_that_qsa_cannot_serve_are_refused() -> None:
 
 
 def test_warmup_refuses_a_trained_backbone() -> None:
-    import torch
-
-    from mcore_patches.attention.qsa import freeze_backbone
-
     layer = qsa_layer(qsa_config(qsa_stage="warmup"))
     with pytest.raises(RuntimeError, match=r"trains only the indexer, but linear_proj\.weight requires a gradient"):
         run_layer(layer, torch.randn(8, 1, 64))

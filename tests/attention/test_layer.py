@@ -7,17 +7,23 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.transformer.experimental_attention_variant.dsa import DSAIndexerLossLoggingHelper
 from torch import Tensor
 
-from mcore_patches.attention.qsa import record_routes
+from mcore_patches.attention.qsa import attention, freeze_backbone, record_routes
+from mcore_patches.attention.qsa.layout import packed_layout
+from mcore_patches.attention.qsa.loss import training_loss
+from mcore_patches.attention.qsa.rope import rotations
 from tests.attention.tiny import (
     RATIO,
     Reference,
     attended_tokens,
     grads_of,
+    packed_params,
     qsa_config,
     qsa_layer,
     relative_error,
+    rotary_table,
     run_layer,
 )
 from tests.ops.qsa_helpers import lengths_id, no_host_reads
@@ -29,10 +35,6 @@ LAYOUTS = [[13, 50, 33], [1, 3, 4, 41, 7, 40], [64, 32], [5] * 6, [96]]
 
 def _scores(layer: Any, hidden: Tensor, lengths: Sequence[int]) -> list[Tensor]:
     """Block scores of each row, computed row by row in float64 from the layer's own fp32 index queries and keys."""
-    from mcore_patches.attention.qsa.layout import packed_layout
-    from mcore_patches.attention.qsa.rope import rotations
-    from tests.attention.tiny import packed_params, rotary_table
-
     with torch.no_grad():
         layout = packed_layout(packed_params(lengths), hidden.shape[0], RATIO, layer.pg_collection.cp)
         rotation = rotations(rotary_table(max(lengths), packed=True), layout, 1.0)
@@ -145,8 +147,6 @@ def test_packed_documents_equal_separate_ones(stage: str) -> None:
 @pytest.mark.parametrize("padding", ["between", "after"])
 def test_padding_changes_nothing(padding: str) -> None:
     """Padding inside a document's room, or after the last document, is not attended, not selected and not counted."""
-    from tests.attention.tiny import packed_params, rotary_table
-
     lengths, room = [13, 6, 33], [16, 8, 40]
     config = qsa_config()
     layer = qsa_layer(config)
@@ -213,9 +213,6 @@ def test_loss_reaches_below_when_asked_to() -> None:
 @pytest.mark.parametrize("detach", [True, False], ids=["detached", "attached"])
 def test_indexer_gradient_against_finite_differences(stage: str, detach: bool) -> None:
     """In float64, through projection, pooling, norms and rotation, with the attention's probabilities held still."""
-    from mcore_patches.attention.qsa.loss import training_loss
-    from mcore_patches.attention.qsa import attention
-
     config = qsa_config(qsa_stage=stage, qsa_indexer_detach_input=detach)
     layer = _trainable(qsa_layer(config).double(), stage)
     hidden = torch.randn(21, 1, config.hidden_size, dtype=torch.float64)
@@ -248,8 +245,6 @@ def _loss_at(layer: Any, hidden: Tensor, losses: list[Tensor]) -> float:
 
 
 def _trainable(layer: Any, stage: str) -> Any:
-    from mcore_patches.attention.qsa import freeze_backbone
-
     if stage == "warmup":
         freeze_backbone(layer)
     return layer
@@ -282,9 +277,8 @@ def test_rows_are_dense_up_to_the_budget_at_the_real_sizes(length: int) -> None:
     selected = (ids >= 0).sum(dim=1)
     assert torch.equal(selected, ((positions + 1) // RATIO).clamp(max=512))
     dense = positions[:2051]
-    assert all(
-        ids[i, : selected[i]].tolist() == list(range(selected[i])) for i in dense[::97].tolist() + [len(dense) - 1]
-    )
+    for row in [*dense[::97].tolist(), len(dense) - 1]:
+        assert ids[row, : selected[row]].tolist() == list(range(selected[row]))
     attended = selected * RATIO + (positions + 1) % RATIO
     assert torch.equal(attended[:2051], dense + 1)
     assert attended[2051:].tolist() == [2048 + (i + 1) % RATIO for i in range(2051, length)]
@@ -304,8 +298,6 @@ def test_tiny_documents(length: int) -> None:
 
 
 def test_evaluation_trains_nothing_and_saves_nothing() -> None:
-    from megatron.core.transformer.experimental_attention_variant.dsa import DSAIndexerLossLoggingHelper
-
     DSAIndexerLossLoggingHelper.tracker.clear()
     layer = qsa_layer(qsa_config()).eval()
     x = torch.randn(40, 1, 64, requires_grad=True)
@@ -319,17 +311,13 @@ def test_forward_and_backward_never_wait_for_the_device() -> None:
     layer = qsa_layer(qsa_config())
     x = torch.randn(48, 1, 64, requires_grad=True)
     run_layer(layer, x, [13, 35])  # warm caches
-    from tests.attention.tiny import packed_params, rotary_table
-
     table, packed = rotary_table(35, packed=True), packed_params([13, 35])
     with no_host_reads():
         layer(x, None, rotary_pos_emb=table, packed_seq_params=packed)[0].sum().backward()
 
 
 def test_multimodal_rotary_tables_differ_by_sequence() -> None:
-    """A table [S, B, 1, channels] with angles of its own for each sequence, in batches; per token in packed documents."""
-    from tests.attention.tiny import packed_params, rotary_table
-
+    """A table [S, B, 1, channels] has angles of its own for each sequence; in packed documents, for each token."""
     layer = qsa_layer(qsa_config(mrope_section=[2, 1, 1])).eval()
     hidden = torch.randn(24, 2, 64)
     tables = [rotary_table(24), 3 * rotary_table(24)]

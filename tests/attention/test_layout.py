@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -40,8 +41,6 @@ def test_ranks_hold_what_the_harness_gives_them(lengths: list[int], ranks: int) 
     padded = batch.packed.cu_seqlens_q_padded.diff().tolist()
     numbered = torch.arange(batch.tokens.shape[1])[None]
     for rank, layout in enumerate(_layouts(lengths, padded, 0, ranks)):
-        from dataclasses import replace
-
         shard = replace(batch, tokens=numbered).context_parallel_shard(rank, ranks)
         assert torch.equal(layout.tokens, shard.tokens[0])
 
@@ -85,8 +84,6 @@ def test_batches_are_documents_of_one_length(batch: int, ranks: int) -> None:
     tokens = random_batch(batch, seq)
     place = torch.arange(batch * seq).view(batch, seq)
     for rank in range(ranks):
-        from dataclasses import replace
-
         layout = batch_layout(seq // ranks, batch, RATIO, torch.device("cpu"), Rank(rank, ranks))
         shard = replace(tokens, tokens=place).context_parallel_shard(rank, ranks)
         assert torch.equal(layout.tokens, shard.tokens.flatten())

@@ -61,6 +61,17 @@ def training_loss(kl_sum: Tensor, num_valid: Tensor, config: Any, cp_size: int) 
     return loss * cp_size
 
 
+def start_tracking(config: Any) -> None:
+    """Make the tracker where there is none: reducing it is a collective that stages without QSA layers take part in."""
+    tracker = DSAIndexerLossLoggingHelper.tracker
+    if "values" not in tracker:
+        tracker["values"] = torch.zeros(_tracked_layers(config), device=torch.cuda.current_device())
+
+
+def _tracked_layers(config: Any) -> int:
+    return config.num_layers + (config.mtp_num_layers or 0)
+
+
 def track_loss(kl_sum: Tensor, num_valid: Tensor, config: Any, layer_number: int, cp_group: dist.ProcessGroup) -> None:
     """Add the microbatch's loss of a layer to megatron's tracker of indexer losses, which sums it over `cp_group`.
 
@@ -72,6 +83,6 @@ def track_loss(kl_sum: Tensor, num_valid: Tensor, config: Any, layer_number: int
     DSAIndexerLossLoggingHelper.save_loss_to_tracker(
         loss=loss,
         layer_number=layer_number,
-        num_layers=config.num_layers + (config.mtp_num_layers or 0),
+        num_layers=_tracked_layers(config),
         reduce_group=cp_group,
     )

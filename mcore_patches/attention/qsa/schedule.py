@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from mcore_patches.attention.qsa.config import trains_indexer
 from mcore_patches.attention.qsa.freezing import check_backbone_frozen
-from mcore_patches.attention.qsa.loss import set_loss_scale
+from mcore_patches.attention.qsa.loss import set_loss_scale, start_tracking
 from mcore_patches.attention.qsa.routes import qsa_layers
 
 if TYPE_CHECKING:
@@ -32,6 +33,8 @@ def after_forward(model: torch.nn.Module, output: Any, config: Any, num_microbat
         _layers[model] = [weakref.ref(layer) for layer in qsa_layers(model)]
     first = _first_tensor(output)
     set_loss_scale(config, num_microbatches, first.device)
+    if trains_indexer(config):
+        start_tracking(config)
     # Without a gradient there will be no backward pass, hence no recomputation.
     for layer in filter(None, (ref() for ref in _layers[model])):
         layer.routes.settle(keep=first.requires_grad)

@@ -1,0 +1,39 @@
+"""Every supported release: one process against itself and megatron, parallel layouts against one process."""
+
+from __future__ import annotations
+
+import pytest
+
+from mcore_patches.cpu.launch import run
+from tests import releases
+
+OLDEST, NEWEST = releases.RELEASES[0], releases.RELEASES[-1]
+
+
+def _cases(function: str, release: str, nprocs: int, *args: object) -> dict[str, object]:
+    """Run the cases of one function on every rank; their names and what they measured, on rank 0."""
+    first, *others = run(f"tests.attention.cases:{function}", nprocs=nprocs, release=releases.path(release), args=args)
+    assert all(other.keys() == first.keys() for other in others)
+    return first
+
+
+@pytest.mark.parametrize("release", releases.RELEASES)
+def test_one_process(release: str) -> None:
+    cases = _cases("one_process", release, 1)
+    assert {"everything selected, gate and norms", "4 microbatches, per token", "layer patterns", "guards"} <= set(
+        cases
+    )
+    assert ("hybrid, full recomputation" in cases) == releases.at_least(release, "0.18.2")
+
+
+@pytest.mark.parametrize("release", releases.RELEASES)
+def test_two_ranks_equal_one(release: str) -> None:
+    cases = _cases("two_processes", release, 2, release == NEWEST)
+    for layout in ("TP2-SP", "CP2", "PP2"):
+        assert {f"{layout}-BSHD-core", f"{layout}-THD-full", f"{layout}-warmup", f"{layout}, per token"} <= set(cases)
+
+
+@pytest.mark.parametrize("release", [OLDEST, NEWEST])
+def test_four_ranks_equal_one(release: str) -> None:
+    cases = _cases("four_processes", release, 4, release == NEWEST)
+    assert {"TP2-CP2-BSHD-none", "TP2-CP2-THD-full", "TP2-CP2-THD-core"} <= set(cases)
