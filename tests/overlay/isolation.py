@@ -9,7 +9,7 @@ tested with one.
     @isolated()                     # nothing of megatron, no torch
     def test_something(tmp_path): ...
 
-    @isolated("megatron")           # torch and the targets of all patches, of the installed release
+    @isolated("release-0.19.2")     # all that importing the patches' targets brings in beside megatron
     def test_more(release): ...
 
 Fixtures are evaluated by pytest as usual; their values travel by pickle. Asserts work as usual; when one fails, the
@@ -128,8 +128,8 @@ def _rewrite_assertions() -> None:
 def _preload(preload: str) -> None:
     """Make the imports of a family of tests.
 
-    plain: the overlay. torch: torch too. megatron: every patch's targets in the installed release too.
-    before-VERSION: torch and whatever else those imports bring in, in that release, but nothing of megatron itself.
+    plain: the overlay. torch: torch too. release-VERSION: all that the targets of the patches in that release bring in,
+    but nothing of megatron itself, which takes half a second then.
     """
     _rewrite_assertions()
     for module in ("pytest", "wrapt", "packaging.version", "importlib.metadata", "mcore_patches.overlay.engine"):
@@ -140,12 +140,10 @@ def _preload(preload: str) -> None:
 
     warnings.simplefilter("ignore")
     importlib.import_module("torch")
-    if preload == "megatron":
-        _import_targets()
-    elif preload.startswith("before-"):
+    if preload.startswith("release-"):
         from tests import releases
 
-        sys.path.insert(0, str(releases.path(preload.removeprefix("before-"))))
+        sys.path.insert(0, str(releases.path(preload.removeprefix("release-"))))
         ok, names = _in_child((f"{__name__}:third_party_modules", {}, {}))
         if not ok:
             raise RuntimeError(names)
@@ -154,7 +152,7 @@ def _preload(preload: str) -> None:
                 importlib.import_module(name)
 
 
-def _import_targets() -> None:
+def import_targets() -> None:
     from mcore_patches.overlay.registry import Registry
     from mcore_patches.overlay.sites import Site
 
@@ -167,7 +165,7 @@ def _import_targets() -> None:
 def third_party_modules() -> list[str]:
     """What an import of all targets brings in beside megatron and the overlay."""
     before = set(sys.modules)
-    _import_targets()
+    import_targets()
     ours = ("megatron", "mcore_patches", "tests")
     return [name for name in sys.modules if name not in before and name.partition(".")[0] not in ours]
 

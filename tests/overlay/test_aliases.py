@@ -12,7 +12,7 @@ import types
 import pytest
 
 from mcore_patches.overlay.patch import State
-from tests.overlay.isolation import isolated
+from tests.overlay.isolation import import_targets, isolated
 from tests.overlay.stubs import OPS, OPS_TEXT, engine_for, module, ops_tree, patch, target, times
 
 FROM_IMPORTS = f"from {OPS} import f\nfrom {OPS} import f as renamed\n"
@@ -277,11 +277,12 @@ def test_hostile_objects_that_hold_the_original_are_described_and_not_asked(tmp_
     assert kept
 
 
-@isolated("megatron")
+@isolated("release-0.19.2")
 def test_every_patch_s_report_on_the_installed_release_is_clean():
     """Nothing of torch, megatron or the overlay itself keeps an original that a rebinding does not reach."""
     import mcore_patches
 
+    import_targets()
     report = mcore_patches.apply_patches(strict=True)
     assert [(row.id, t.name, t.unreachable) for row in report for t in row.targets if t.unreachable] == []
     mcore_patches.revert()
@@ -289,7 +290,7 @@ def test_every_patch_s_report_on_the_installed_release_is_clean():
     assert [(row.id, t.name, t.unreachable) for row in report for t in row.targets if t.unreachable] == []
 
 
-@isolated("megatron")
+@isolated("release-0.19.2")
 def test_signatures_of_every_patch_s_replacements_are_upstream_s():
     import mcore_patches
 
@@ -304,6 +305,7 @@ def test_signatures_of_every_patch_s_replacements_are_upstream_s():
                     obj = vars(obj)[part]
                 yield t.name, str(inspect.signature(obj))
 
+    import_targets()
     before = dict(signatures())
     mcore_patches.apply_patches(strict=True)
     assert before
