@@ -11,6 +11,8 @@ from math import isnan
 from pathlib import Path
 from typing import Any
 
+from megatron.core.transformer.experimental_attention_variant.ops import tilelang_dsa
+
 import mcore_patches
 from mcore_patches.demo.device import patched
 from mcore_patches.demo.outcome import Check, Outcome, table
@@ -168,13 +170,17 @@ def _summary(here: Machine, without: Run, with_overlay: Run, report: Report) -> 
         "loss of the first step",
         "loss of the last step",
     )
-    columns = zip(names, column(without), column(with_overlay), strict=True)
-    row = dataclasses.replace(report, rows=(report[PATCH],))
+    rows = zip(names, column(without), column(with_overlay), strict=True)
+    notes = [
+        f"Here fused calls run on the {here.fused_by}. The dense scores grow with the square of the length:",
+        f"{human_bytes(here.scores(32768, 32))} for 32k tokens and 32 heads.",
+    ]
+    if tilelang_dsa.SparseMLA is None:
+        notes.append("TileLang is not installed: megatron declines for that alone, whatever the shapes.")
     return "\n\n".join(
         [
-            str(row),
-            table(("", "without", "with overlay"), [*columns]),
-            f"The dense scores grow with the square of the length: {human_bytes(here.scores(32768, 32))} for 32k "
-            f"tokens and 32 heads.",
+            str(dataclasses.replace(report, rows=(report[PATCH],))),
+            table(("", "without", "with overlay"), [*rows]),
+            "\n".join(notes),
         ]
     )

@@ -26,7 +26,7 @@ def draw(
 ) -> None:
     title = (
         f"sparse_mla_nope on {here.name}: GPT with {LAYERS} NoPE absorbed-MLA DSA layers, {HEADS} heads, "
-        f"width {WIDTH}, top-k {TOPK}"
+        f"width {WIDTH}, top-k {TOPK}; fused calls run on the {here.fused_by}"
     )
     with picture(png, 15, 5.2, title) as figure:
         grid = figure.add_gridspec(2, 3, height_ratios=(3, 1), width_ratios=(1.1, 0.9, 1.1))
@@ -90,7 +90,7 @@ def _memory_by_length(axes: Axes, here: Machine, dense_peaks: dict[int, int], fu
         axes.plot([SHOWN], [ahead(SHOWN)], marker="o", mfc="white", color=colour)
         axes.annotate(
             f"{human_bytes(round(ahead(SHOWN)))} at 32k", (SHOWN, ahead(SHOWN)), (8, -12), textcoords="offset points",
-            color=colour,
+            color=colour, bbox={"fc": "white", "ec": "none", "pad": 1},
         )  # fmt: skip
     axes.plot(
         lengths, [here.scores(n) for n in lengths], color=BEFORE, ls=":", lw=1, label="one dense fp32 score matrix"
