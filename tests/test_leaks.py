@@ -30,7 +30,7 @@ def test_functions_methods_fields_and_aliases(tmp_path):
     tree = ops_tree(tmp_path, TEXT).write("megatron.core.user", f"from {OPS} import f as renamed\n")
     engine = engine_for(
         patch(
-            "all",
+            "whole",
             target(tree),
             target(tree, f"{OPS}:Config.s"),
             fields_target(ConfigField("speed", int, 1), module=OPS),

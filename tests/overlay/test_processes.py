@@ -175,10 +175,8 @@ def test_the_range_holds_for_every_kind_of_version(tmp_path, packaging, packagin
 
 @pytest.mark.parametrize("release", releases.RELEASES)
 @isolated()
-def test_a_source_tree_beside_another_installed_release(release):
-    """The metadata on sys.path is that of 0.19.2 throughout."""
-    from importlib.metadata import version
-
+def test_another_release_in_front_of_the_installed_one(release):
+    """As with PYTHONPATH: what an import would take decides, and nothing is imported to find out."""
     sys.path.insert(0, str(releases.path(release)))
     import mcore_patches
 
@@ -189,8 +187,16 @@ def test_a_source_tree_beside_another_installed_release(release):
     inside = release >= "0.19"
     assert (row.state, row.decision) == ((State.NOT_APPLIED, State.PENDING) if inside else (State.OUT_OF_RANGE, None))
     assert not [name for name in sys.modules if name.startswith("megatron.")], "nothing was imported to find out"
-    assert version("megatron-core")
-    assert OPS not in sys.modules
+
+
+@isolated()
+def test_a_source_tree_beside_the_metadata_of_the_installed_release(tmp_path):
+    ops_tree(tmp_path, version="0.18.2")
+    report = engine_for(patch("tenfold", target(None, f"{OPS}_two:f", known=None))).apply()
+    assert (report.megatron["release"], report.megatron["metadata"]) == ("0.18.2", "0.19.2")
+    assert report["tenfold"].state is State.OUT_OF_RANGE
+    assert any("does not own that file" in warning for warning in report.warnings)
+    assert "warning: " in str(report)
 
 
 def test_a_checkout_inside_another_git_repository(tmp_path):
