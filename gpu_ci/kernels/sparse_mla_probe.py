@@ -402,6 +402,7 @@ def main():
         ["check", "atomic"],
         ["check", "deterministic"],
         ["check_strided", "576"],
+        ["check", "forward", "226"],
         ["check", "forward", "163"],
         ["check", "atomic", "163"],
         ["check", "forward", "99"],

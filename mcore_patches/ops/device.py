@@ -45,8 +45,9 @@ class Tiles:
     threads: int
 
 
-# Warps lie side by side, 8 keys each at least. 72 registers a thread hold the sums of dq; twice as many would spill.
-PLAIN_TILES = (Tiles(32, 64, 2, 256), Tiles(32, 64, 1, 256), Tiles(16, 32, 2, 128), Tiles(16, 32, 1, 128))
+# Warps lie side by side, 8 keys each at least; sums of out or dq then take 128 registers a thread at most.
+PLAIN_FORWARD_TILES = (Tiles(32, 64, 2, 256), Tiles(32, 32, 2, 128), Tiles(16, 32, 2, 128))
+PLAIN_BACKWARD_TILES = (Tiles(32, 64, 1, 256), Tiles(16, 32, 1, 128))
 
 
 @dataclass(frozen=True)
@@ -67,8 +68,8 @@ def sparse_mla_design(
 ) -> SparseMLADesign | str:
     """The kernels for a GPU and a head width, or the reason why there are none.
 
-    Hopper has kernels of its own. Elsewhere it is the first of `PLAIN_TILES` that fits shared memory: every key
-    gathered serves all heads of a block, so more heads come before more stages.
+    Hopper has kernels of its own. Elsewhere they are the first tiles that fit shared memory: every key gathered
+    serves all heads of a block, so many heads come first.
     """
     if dtype != torch.bfloat16:
         return f"q and kv must be bfloat16, got {str(dtype).removeprefix('torch.')}"
@@ -79,13 +80,11 @@ def sparse_mla_design(
         return f"{arch} has no bfloat16 matrix units"
     if arch == HOPPER and shared_bytes >= HOPPER_SHARED_BYTES:
         return SparseMLADesign(None, None)
-    fits = [t for t in PLAIN_TILES if plain_shared_bytes(t, width, 0) <= shared_bytes]
-    fits_backward = [
-        t for t in PLAIN_TILES if t.stages == 1 and plain_shared_bytes(t, width, value_width) <= shared_bytes
-    ]
-    if not fits or not fits_backward:
+    forward = [t for t in PLAIN_FORWARD_TILES if plain_shared_bytes(t, width, 0) <= shared_bytes]
+    backward = [t for t in PLAIN_BACKWARD_TILES if plain_shared_bytes(t, width, value_width) <= shared_bytes]
+    if not forward or not backward:
         return f"{arch} lets a block have {shared_bytes} bytes of shared memory, too few for width {width}"
-    return SparseMLADesign(fits[0], fits_backward[0])
+    return SparseMLADesign(forward[0], backward[0])
 
 
 def plain_shared_bytes(tiles: Tiles, width: int, dout_width: int) -> int:

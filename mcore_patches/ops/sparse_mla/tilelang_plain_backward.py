@@ -8,6 +8,7 @@ from mcore_patches.ops.device import Tiles
 LOG2E = 1.4426950408889634
 
 COLUMNS = 64  # of dKV at a time
+LANES = 8  # threads that gather one key, 16 bytes each at a time
 
 PASS_CONFIGS = {
     tilelang.PassConfigKey.TL_ENABLE_FAST_MATH: True,
@@ -27,9 +28,10 @@ def backward_kernel(width: int, value_width: int, reduction: str, tiles: Tiles):
     dtype, accum = T.bfloat16, T.float32
     dkv_dtype = accum if reduction == "atomic" else dtype
 
-    @T.macro
-    def key_at(Indices, b, row, k):
-        return T.if_then_else(k < topk, Indices[b, row, T.min(k, topk - 1)], -1)
+    rows_at_once = tiles.threads // LANES
+
+    def destination(Slots, b, row, k, key, head_block, head_blocks):
+        return key if reduction == "atomic" else Slots[b, row, k] * head_blocks + head_block
 
     @T.macro
     def scatter(DKV, b, target, dkv, column):
@@ -75,6 +77,7 @@ def backward_kernel(width: int, value_width: int, reduction: str, tiles: Tiles):
             head_block = T.truncmod(x, head_blocks)
             h0 = head_block * HB
             log2_scale = scale * LOG2E
+            tx = T.get_thread_binding()
 
             T.copy(Q[b, row, h0 : h0 + HB, :], q_shared)
             T.copy(DOut[b, row, h0 : h0 + HB, :], do_shared)
@@ -87,18 +90,28 @@ def backward_kernel(width: int, value_width: int, reduction: str, tiles: Tiles):
                     delta[h] = Delta[b, row, h0 + h]
             T.fill(dq, 0)
             for i in T.serial(T.ceildiv(Extent[b, row], KB)):
-                for k in T.Parallel(KB):
-                    key = key_at(Indices, b, row, i * KB + k)
+                T.sync_threads()
+                for r in T.unroll(KB // rows_at_once):
+                    slot = r * rows_at_once + tx // LANES
+                    k = T.min(i * KB + slot, topk - 1)
+                    key = T.if_then_else(i * KB + slot < topk, Indices[b, row, k], -1)
                     inside = key >= 0 and key < keys
-                    if reduction == "atomic":
-                        target[k] = T.if_then_else(inside, key, -1)
-                    else:
-                        target[k] = T.if_then_else(
-                            inside, Slots[b, row, T.min(i * KB + k, topk - 1)] * head_blocks + head_block, -1
+                    source = T.if_then_else(inside, key, 0)
+                    if tx % LANES == 0:
+                        target[slot] = T.if_then_else(
+                            inside, destination(Slots, b, row, k, key, head_block, head_blocks), -1
                         )
-                for k, d in T.Parallel(KB, width):
-                    key = key_at(Indices, b, row, i * KB + k)
-                    kv_shared[k, d] = KV[b, T.if_then_else(key >= 0 and key < keys, key, 0), d]
+                    for u in T.unroll(width // (8 * LANES)):
+                        channel = 8 * (LANES * u + tx % LANES)
+                        T.ptx_cp_async(
+                            T.access_ptr(kv_shared[slot, channel], "w", 8),
+                            T.access_ptr(KV[b, source, channel], "r", 8),
+                            8,
+                            inside,
+                        )
+                T.ptx_commit_group()
+                T.ptx_wait_group(0)
+                T.sync_threads()
                 for h, k in T.Parallel(HB, KB):
                     score[h, k] = T.if_then_else(target[k] >= 0, 0.0, -T.infinity(accum))
                 T.gemm(q_shared, kv_shared, score, transpose_B=True, policy=T.GemmWarpPolicy.FullCol)

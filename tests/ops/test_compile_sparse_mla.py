@@ -1,0 +1,91 @@
+"""Compile-only: every sparse MLA kernel assembles for its GPUs, fits shared memory and spills no register."""
+
+import concurrent.futures
+import multiprocessing
+import shutil
+from collections.abc import Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from mcore_patches.ops.device import SparseMLADesign, sparse_mla_design
+from tests.ops.compiling import Report, compile_report
+
+pytest.importorskip("tilelang")
+pytestmark = [
+    pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc"),
+    pytest.mark.xdist_group("compile_sparse_mla"),
+]
+
+PACKAGE = "mcore_patches.ops.sparse_mla."
+SHARED_BYTES = {"sm_80": 163 * 1024, "sm_89": 99 * 1024, "sm_90a": 227 * 1024, "sm_100a": 227 * 1024}
+ENTRY_REGISTERS = {"tilelang_forward": 65536 // 512, "tilelang_backward": 65536 // 384 // 8 * 8}
+
+
+def design(arch: str, width: int) -> SparseMLADesign:
+    result = sparse_mla_design(arch, SHARED_BYTES[arch], torch.bfloat16, width, 512)
+    assert isinstance(result, SparseMLADesign)
+    return result
+
+
+@dataclass(frozen=True)
+class Case:
+    arch: str
+    module: str
+    builder: str
+    arguments: tuple[tuple[str, Any], ...] = ()
+
+    def __str__(self) -> str:
+        values = "-".join(str(value) for name, value in self.arguments if name not in ("value_width", "tiles"))
+        return "-".join(filter(None, (self.arch, self.module.removeprefix("tilelang_"), self.builder, values)))
+
+
+def hopper(module: str, builder: str, **arguments: Any) -> Case:
+    return Case("sm_90a", module, builder, tuple(arguments.items()))
+
+
+def plain(arch: str, part: str, width: int, **arguments: Any) -> Case:
+    tiles = getattr(design(arch, width), part)
+    arguments = {"width": width, "value_width": 512, "tiles": tiles, **arguments}
+    return Case(arch, f"tilelang_plain_{part}", f"{part}_kernel", tuple(arguments.items()))
+
+
+CASES = [
+    hopper("tilelang_forward", "forward_kernel", width=576, value_width=512),
+    hopper("tilelang_backward", "backward_kernel", width=576, value_width=512, reduction="atomic"),
+    hopper("tilelang_backward", "backward_kernel", width=512, value_width=512, reduction="store"),
+    hopper("tilelang_delta", "delta_kernel", value_width=512),
+    hopper("tilelang_extent", "extent_kernel"),
+    hopper("tilelang_ordered", "mark_kernel"),
+    hopper("tilelang_ordered", "rank_kernel"),
+    hopper("tilelang_ordered", "locate_kernel"),
+    hopper("tilelang_ordered", "sum_kernel", width=576, parts_of_entry=2),
+    plain("sm_100a", "forward", 576),
+    plain("sm_100a", "backward", 576, reduction="atomic"),
+    plain("sm_89", "backward", 512, reduction="store"),
+]
+
+
+@pytest.fixture(scope="module")
+def reports(request: pytest.FixtureRequest) -> Iterator[dict[Case, Future[Report]]]:
+    """What compiles in two processes at a time, of the cases that this session runs."""
+    here = [item for item in request.session.items if isinstance(item, pytest.Function)]
+    wanted = {item.callspec.params["case"] for item in here if item.module is request.module}
+    with concurrent.futures.ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn")) as pool:
+        yield {
+            case: pool.submit(compile_report, PACKAGE + case.module, case.builder, dict(case.arguments), case.arch)
+            for case in sorted(wanted, key=CASES.index)
+        }
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_kernel_fits_without_spills(case: Case, reports: dict[Case, Future[Report]]) -> None:
+    report = reports[case].result(timeout=900)
+    assert report.shared_bytes + 1024 <= SHARED_BYTES[case.arch]
+    assert report.spilled == 0
+    assert report.warnings == ()
+    # With setmaxnreg the register count is that at entry: all threads of the block must find theirs.
+    assert report.registers <= ENTRY_REGISTERS.get(case.module, 255)
