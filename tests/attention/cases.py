@@ -13,6 +13,7 @@ import megatron.core.models.gpt.experimental_attention_variant_module_specs as v
 import pytest
 import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec_for_backend
+from megatron.core.package_info import __version__
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.transformer.experimental_attention_variant.dsa import DSAIndexerLossLoggingHelper
 from torch import Tensor
@@ -216,7 +217,13 @@ def multi_token_prediction() -> Iterator[tuple[str, Any]]:
     assert len(plain.tracked) == 3
     assert min(plain.tracked) > 0, plain.tracked
     assert any(n.startswith("mtp.") and ".indexer." in n and g.any() for n, g in plain.gradients.items())
-    yield "MTP, full recomputation", assert_equal(plain, train(fields | FULL, mtp=True))
+    if __version__.startswith("0.18.2"):
+        # Megatron hands its MTP layer an argument that the layer's checkpoint does not take, whatever the attention.
+        with pytest.raises(TypeError, match="padding_mask"):
+            train(fields | FULL, mtp=True)
+        DSAIndexerLossLoggingHelper.tracker.clear()
+    else:
+        yield "MTP, full recomputation", assert_equal(plain, train(fields | FULL, mtp=True))
     with parallel.model_parallel():
         numbers = [layer.global_layer_number for layer in qsa_layers(build(fields, {}, mtp=True))]
     assert numbers == [1, 2, 3], numbers
