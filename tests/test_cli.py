@@ -92,7 +92,7 @@ def test_status_for_people():
     assert "NVIDIA/Megatron-LM#7617" in out
 
 
-@isolated("release-0.19.2")
+@isolated("before-0.19.2")
 def test_status_of_a_release_edited_by_one_token_is_an_error(tmp_path):
     import mcore_patches
     from mcore_patches.overlay.errors import NotAppliedError
@@ -163,7 +163,7 @@ def test_a_faulty_switch_is_one_line_and_exit_status_2(command):
 # doctor ---------------------------------------------------------------------------------------------------------------
 
 
-@isolated("release-0.19.2")
+@isolated("before-0.19.2")
 def test_doctor_on_the_installed_release():
     status, out, err = cli("doctor", "--json")
     diagnosis = json.loads(out)

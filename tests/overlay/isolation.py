@@ -9,7 +9,7 @@ tested with one.
     @isolated()                     # nothing of megatron, no torch
     def test_something(tmp_path): ...
 
-    @isolated("release-0.19.2")     # all that importing the patches' targets brings in beside megatron
+    @isolated("before-0.19.2")      # all that importing the patches' targets brings in beside megatron
     def test_more(release): ...
 
 Fixtures are evaluated by pytest as usual; their values travel by pickle. Asserts work as usual; when one fails, the
@@ -128,7 +128,7 @@ def _rewrite_assertions() -> None:
 def _preload(preload: str) -> None:
     """Make the imports of a family of tests.
 
-    plain: the overlay. torch: torch too. release-VERSION: all that the targets of the patches in that release bring in,
+    plain: the overlay. torch: torch too. before-VERSION: all that the targets of the patches in that release bring in,
     but nothing of megatron itself, which takes half a second then.
     """
     _rewrite_assertions()
@@ -140,10 +140,10 @@ def _preload(preload: str) -> None:
 
     warnings.simplefilter("ignore")
     importlib.import_module("torch")
-    if preload.startswith("release-"):
+    if preload.startswith("before-"):
         from tests import releases
 
-        sys.path.insert(0, str(releases.path(preload.removeprefix("release-"))))
+        sys.path.insert(0, str(releases.path(preload.removeprefix("before-"))))
         ok, names = _in_child((f"{__name__}:third_party_modules", {}, {}))
         if not ok:
             raise RuntimeError(names)

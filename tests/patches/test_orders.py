@@ -184,7 +184,7 @@ def _in_a_fork(walk: Walk, operation: str, left: Counter) -> tuple[list[list[str
 @pytest.mark.parametrize("patch_id", PATCHES)
 def test_every_order(patch_id: str) -> None:
     release = release_for(patch_id)
-    done, failures = call(f"{__name__}:walk_all_orders", {"patch_id": patch_id}, f"release-{release}")
+    done, failures = call(f"{__name__}:walk_all_orders", {"patch_id": patch_id}, f"before-{release}")
     assert not failures, "\n".join(failures)
     assert len({tuple(order) for order in done}) == ORDERS == len(done)
 
@@ -201,7 +201,7 @@ def test_every_registered_patch_is_covered(request: pytest.FixtureRequest) -> No
 def test_a_patch_that_is_left_behind_would_be_found() -> None:
     """The checks of Walk are able to fail: a revert that does nothing is noticed."""
     with pytest.raises(AssertionError, match=r"revert[\s\S]*AssertionError"):
-        call(f"{__name__}:walk_with_a_revert_that_does_nothing", {"patch_id": next(iter(PATCHES))}, "release-0.19.2")
+        call(f"{__name__}:walk_with_a_revert_that_does_nothing", {"patch_id": next(iter(PATCHES))}, "before-0.19.2")
 
 
 def walk_with_a_revert_that_does_nothing(patch_id: str) -> None:
