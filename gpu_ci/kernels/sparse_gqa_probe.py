@@ -1,121 +1,225 @@
-"""Check the sparse GQA kernels on the GPU at hand against the oracle, then time them beside dense cuDNN attention.
+"""Correctness, then times, of the sparse GQA kernels beside dense cuDNN attention, in about two minutes on one H200.
 
-    python -m gpu_ci.kernels.sparse_gqa_probe [--check] [--time] [--tokens 16384 65536]
+    python gpu_ci/kernels/sparse_gqa_probe.py [--sections build,check,time] [--tokens 65536,131072,16384]
 
-Every check draws fresh inputs; a variant that fails is reported and the others go on. The table comes last.
+Every kernel and every check runs in a process of its own with a time limit, so that a kernel that hangs or faults costs
+only its own line. A check that fails runs once more under compute-sanitizer where there is one. RESULT lines come last
+again, together.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
+import shutil
 import statistics
+import subprocess
 import sys
 import time
 import traceback
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 
-import torch
-from torch import Tensor
-
-from gpu_ci.bench.selections import block_selection, overlap
-from mcore_patches.ops.sparse_gqa import tilelang_kernels as kernels
-from mcore_patches.ops.sparse_gqa.naive import sparse_gqa_naive
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
 
 HEADS, KV_HEADS, DIM, TOPK, RATIO = 24, 2, 256, 512, 4
-TABLE: list[str] = []
+SCALE = DIM**-0.5
+BOUND = 0.01  # relative error in the Frobenius norm; bf16 inputs and outputs give 2e-3 to 4e-3
+FORWARD_VARIANTS = {
+    "k2v1x2": {},
+    "k1v1x3": {"k_stages": 1, "v_stages": 1, "blocks_per_sm": 3},
+    "k3v3x1": {"k_stages": 3, "v_stages": 3, "blocks_per_sm": 1},
+}
+CHECKS = ["plan", "row_forward", "union_forward", "row_backward", "union_backward", "mixed"]
 
 
-def say(line: str) -> None:
-    print(line, flush=True)
+def result(line: str) -> None:
+    print(f"RESULT {line}", flush=True)
 
 
-def note(line: str) -> None:
-    say(line)
-    TABLE.append(line)
+# ---------------------------------------------------------------------------------------------- kernels
 
 
-def attempt(name: str, run: Callable[[], None]) -> None:
-    started = time.perf_counter()
-    try:
-        run()
-    except Exception as error:
-        traceback.print_exc(limit=-4)
-        note(f"FAILED {name}: {type(error).__name__} {str(error).strip().splitlines()[-1][:200] if str(error) else ''}")
-    say(f"  [{name}: {time.perf_counter() - started:.1f} s]")
+def forward_tiles(variant: str):
+    from mcore_patches.ops.sparse_gqa import tilelang_kernels as kernels
+
+    return replace(kernels.choose_tiles(HEADS, KV_HEADS), **FORWARD_VARIANTS[variant])
 
 
-def packed_case(lengths: list[int], topk: int, ratio: int, heads: int, kv_heads: int, dim: int, seed: int):
-    """Packed documents with padding rows inside and behind, empty rows, wild ids, a sink that most rows pick."""
+def kernel_builders() -> dict[str, Callable[[], object]]:
+    import torch
+
+    from mcore_patches.ops.sparse_gqa import tilelang_kernels as kernels
+
+    arch, dtype = "sm_90a", torch.bfloat16
+    shape = (HEADS, KV_HEADS, DIM, dtype, TOPK, RATIO)
+    base, backward = forward_tiles("k2v1x2"), kernels.choose_backward_tiles(HEADS, KV_HEADS)
+    builders: dict[str, Callable[[], object]] = {
+        "plan": lambda: kernels.plan_kernel(TOPK, RATIO, base, arch),
+        "backward plan": lambda: kernels.plan_kernel(TOPK, RATIO, backward.union, arch),
+        "union forward": lambda: kernels.union_forward_kernel(*shape, base, arch),
+    }
+    for name in FORWARD_VARIANTS:
+        builders[f"row forward {name}"] = lambda name=name: kernels.row_forward_kernel(
+            *shape, forward_tiles(name), arch
+        )
+    return builders | {f"backward {n}": b for n, b in kernels.backward_kernels(*shape, backward, arch).items()}
+
+
+def section_build(name: str) -> None:
+    started = time.time()
+    kernel_builders()[name]()
+    result(f"build {name}: {time.time() - started:.1f} s")
+
+
+# ---------------------------------------------------------------------------------------------- checks
+
+
+def packed_case(lengths: list[int], seed: int):
+    """Packed documents with padding rows inside and behind, empty rows, wild ids, ids out of order, a sink."""
+    import torch
+
     g = torch.Generator(device="cuda").manual_seed(seed)
     pos, start, at = [], [], 0
     for i, n in enumerate(lengths):
-        pos += list(range(n))
-        start += [at] * n
+        pos += list(range(n)) + [-1] * (3 * (i % 2))
+        start += [at] * n + [0] * (3 * (i % 2))
         at += n
-        if i % 2:
-            pos += [-1] * 3
-            start += [0] * 3
     row_pos = torch.tensor(pos, dtype=torch.int32, device="cuda")
     row_start = torch.tensor(start, dtype=torch.int32, device="cuda")
-    rows = len(pos)
-    ids = torch.full((rows, topk), -1, dtype=torch.int32, device="cuda")
-    for i in range(rows):
-        complete = (pos[i] + 1) // ratio
-        take = min(topk, complete)
-        if i % 17 == 5:
-            continue
-        chosen = torch.randperm(max(complete, 1), device="cuda", generator=g)[:take]
-        if take and i % 3:
-            chosen = torch.cat((chosen[chosen != 0], chosen.new_zeros(1)))[-take:]
-        ids[i, : len(chosen) if complete else 0] = chosen.sort().values.int() if complete else chosen[:0].int()
-        if i % 11 == 3 and take < topk:
-            ids[i, take] = complete + 5
-    normal = lambda *size: torch.randn(size, device="cuda", generator=g).bfloat16()  # noqa: E731
-    return (
-        normal(rows, heads, dim),
-        normal(at + 3, kv_heads, dim),
-        normal(at + 3, kv_heads, dim),
-        ids,
-        row_pos,
-        row_start,
-    )
+    rows, row = len(pos), torch.arange(len(pos), device="cuda")[:, None]
+    blocks = max(lengths) // RATIO + 1
+    complete = torch.div(row_pos + 1, RATIO, rounding_mode="floor")[:, None]
+    # Neighbouring rows draw from scores that differ a little, so that they share most of what they pick.
+    score = torch.rand(1 + rows // 32, blocks, device="cuda", generator=g)[torch.arange(rows, device="cuda") // 32]
+    score = score + 0.05 * torch.rand(rows, blocks, device="cuda", generator=g)
+    block = torch.arange(blocks, device="cuda")
+    score = torch.where((block == 0) & (row % 3 != 0), 2.0, score).masked_fill(block >= complete, -1.0)
+    best, ids = score.topk(min(TOPK, blocks), dim=1)
+    ids = torch.where(best >= 0, ids, -1).int()
+    ids = torch.nn.functional.pad(ids, (0, TOPK - ids.shape[1]), value=-1)
+    take = (ids >= 0).sum(dim=1)
+    wild = (torch.arange(rows, device="cuda") % 11 == 3) & (take < TOPK)
+    ids[wild, take[wild]] = complete[wild, 0].int() + 5
+    ids[torch.arange(rows, device="cuda") % 17 == 5] = -1
+
+    def normal(*size: int) -> torch.Tensor:
+        return torch.randn(size, device="cuda", generator=g).bfloat16()
+
+    q, dout = normal(rows, HEADS, DIM), normal(rows, HEADS, DIM)
+    k, v = normal(at + 3, KV_HEADS, DIM), normal(at + 3, KV_HEADS, DIM)
+    k[-3:] = v[-3:] = float("nan")
+    q[row_pos < 0] = dout[row_pos < 0] = float("nan")
+    return q, k, v, dout, ids, row_pos, row_start
 
 
-def worst(name: str, got: Tensor, want: Tensor) -> str:
+def error(got, want) -> float:
+    """Relative error, infinite where one is finite and the other not."""
+    import torch
+
     finite = torch.isfinite(want)
     if not torch.equal(finite, torch.isfinite(got)):
-        return f"{name} FINITE-MISMATCH {int((finite != torch.isfinite(got)).sum())}"
+        return float("inf")
     got, want = got[finite].double(), want[finite].double()
-    return f"{name} rel {float((got - want).norm() / want.norm()):.2e} max {float((got - want).abs().max()):.2e}"
+    return float((got - want).norm() / want.norm())
 
 
-def check_forward(
-    label: str, tiles: kernels.Tiles, share: float, heads: int, kv_heads: int, dim: int, ratio: int
-) -> None:
-    q, k, v, ids, pos, start = packed_case(
-        [1, 3, 4, 41, 7, 130, 2, 400, 61, 33], 16, ratio, heads, kv_heads, dim, seed=int(time.time()) % 2**20
-    )
-    k[-3:] = v[-3:] = float("nan")
-    q[pos < 0] = float("nan")
-    scale = dim**-0.5
-    plan = kernels.make_plan(ids, pos, start, ratio, tiles, limit=int(share * (ids.shape[1] + 1)))
-    out, lse = kernels.forward(q, k, v, ids, pos, start, scale, ratio, tiles=tiles, plan=plan)
-    torch.cuda.synchronize()
-    want_out, want_lse = sparse_gqa_naive(
-        q.double(), k.double(), v.double(), ids, pos, start, scale=scale, block_size=ratio
-    )
-    shared = float((plan.count >= 0).float().mean())
-    errors = f"{worst('out', out, want_out)} {worst('lse', lse, want_lse)}"
-    note(f"check {label} share<={share}: tiles shared {shared:.2f} {errors}")
-    again, _ = kernels.forward(q, k, v, ids, pos, start, scale, ratio, tiles=tiles, plan=plan)
-    if not torch.equal(out, again):
-        note(f"check {label}: two runs differ")
+def reference_plan(ids, pos, start, rows: int, limit: int) -> list[dict[int, int] | None]:
+    """Of every tile: {first token: row mask | tail mask << 16}, or None where the union is larger than the limit."""
+    ids, pos, start = (x.tolist() for x in (ids, pos, start))
+    plan: list[dict[int, int] | None] = []
+    for base in range(0, len(pos), rows):
+        union: dict[int, int] = {}
+        for r in range(min(rows, len(pos) - base)):
+            p, s = pos[base + r], start[base + r]
+            if p < 0:
+                continue
+            complete = (p + 1) // RATIO
+            for block in ids[base + r]:
+                if 0 <= block < complete:
+                    union[s + block * RATIO] = union.get(s + block * RATIO, 0) | 1 << r
+            if (p + 1) % RATIO:
+                union[s + complete * RATIO] = union.get(s + complete * RATIO, 0) | 1 << (16 + r)
+        plan.append(union if len(union) <= limit else None)
+    return plan
 
 
-def milliseconds(run: Callable[[], object], repeats: int = 5) -> float:
-    run()
+def check_plan() -> dict[str, float]:
+    from mcore_patches.ops.sparse_gqa import tilelang_kernels as kernels
+
+    _, _, _, _, ids, pos, start = packed_case([1, 3, 4, 41, 7, 130, 2, 3000, 61, 33], 1)
+    wrong = {}
+    for tiles in (forward_tiles("k2v1x2"), kernels.choose_backward_tiles(HEADS, KV_HEADS).union):
+        for limit in (tiles.limit(TOPK), 560, 0):
+            plan = kernels.make_plan(ids, pos, start, RATIO, tiles, limit)
+            count, first, info = plan.count.tolist(), plan.first.tolist(), plan.info.tolist()
+            want = reference_plan(ids, pos, start, tiles.rows, limit)
+            bad = 0
+            for tile, union in enumerate(want):
+                if union is None or count[tile] < 0:
+                    bad += (union is None) != (count[tile] < 0)
+                    continue
+                n = count[tile]
+                got = {f: i & 0xFFFFFFFF for f, i in zip(first[tile][:n], info[tile][:n])}
+                bad += n != len(union) or got != union
+            unshared = sum(u is None for u in want)
+            wrong[f"rows {tiles.rows} limit {limit} ({unshared} of {len(want)} unshared)"] = float(bad)
+    return wrong
+
+
+def check_attention(name: str) -> dict[str, float]:
+    """Forward and backward against float64, with a limit that sends all tiles, none or some to the union kernels."""
+    import torch
+
+    from mcore_patches.ops.sparse_gqa import tilelang_kernels as kernels
+    from mcore_patches.ops.sparse_gqa.naive import sparse_gqa_naive
+
+    q, k, v, dout, ids, pos, start = packed_case([1, 3, 4, 41, 7, 130, 2, 2500, 61, 33], 2)
+    tiles, backward = forward_tiles("k2v1x2"), kernels.choose_backward_tiles(HEADS, KV_HEADS)
+    # A scratch of few steps: several chunks.
+    backward = replace(backward, steps=1000, window_words=2**16)
+    most = tiles.limit(TOPK)
+    limit = {"row": 0, "union": most, "mixed": 560}[name.partition("_")[0]]
+    q64, k64, v64 = (x.double().requires_grad_() for x in (q, k, v))
+    want, want_lse = sparse_gqa_naive(q64, k64, v64, ids, pos, start, scale=SCALE, block_size=RATIO)
+    plan = kernels.make_plan(ids, pos, start, RATIO, tiles, limit)
+    errors = {"shared": float((plan.count >= 0).float().mean())}
+    if name.endswith("forward") or name == "mixed":
+        for variant in FORWARD_VARIANTS if name == "row_forward" else ["k2v1x2"]:
+            arguments = (q, k, v, ids, pos, start, SCALE, RATIO)
+            out, lse = kernels.forward(*arguments, tiles=forward_tiles(variant), plan=plan)
+            torch.cuda.synchronize()
+            errors |= {f"{variant} out": error(out, want), f"{variant} lse": error(lse, want_lse)}
+            again, _ = kernels.forward(*arguments, tiles=forward_tiles(variant), plan=plan)
+            errors[f"{variant} replay"] = float(not torch.equal(out, again))
+    if name.endswith("backward") or name == "mixed":
+        grads = torch.autograd.grad(want, (q64, k64, v64), dout.double().nan_to_num(0.0))
+        arguments = (q, k, v, ids, pos, start, want.detach().bfloat16(), want_lse.float(), dout, SCALE, RATIO)
+        got = kernels.backward(*arguments, tiles=backward, limit=limit)
+        torch.cuda.synchronize()
+        errors |= {n: error(g, w) for n, g, w in zip(("dq", "dk", "dv"), got, grads)}
+        again = kernels.backward(*arguments, tiles=backward, limit=limit)
+        errors["replay"] = float(not all(torch.equal(a, b) for a, b in zip(got, again)))
+    return errors
+
+
+def section_check(name: str) -> None:
+    errors = check_plan() if name == "plan" else check_attention(name)
+    bad = [n for n, e in errors.items() if n != "shared" and not e < BOUND]
+    text = "  ".join(f"{n} {e:.2e}" for n, e in errors.items())
+    result(f"{'FAIL' if bad else 'ok  '} check {name}: {text}")
+    if bad:
+        sys.exit(1)
+
+
+# ---------------------------------------------------------------------------------------------- times
+
+
+def milliseconds(run: Callable[[], object], repeats: int = 3) -> float:
+    import torch
+
     run()
     times = []
     for _ in range(repeats):
@@ -128,129 +232,187 @@ def milliseconds(run: Callable[[], object], repeats: int = 5) -> float:
     return statistics.median(times)
 
 
-def dense_forward(tokens: int) -> float:
+def kernel_times(run: Callable[[], object]) -> str:
+    """Device time by kernel of one call, the largest first."""
+    import torch
+
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        run()
+        torch.cuda.synchronize()
+    total: dict[str, list[float]] = {}
+    for event in profile.events():
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            total.setdefault(event.name.removesuffix("_kernel")[:40], []).append(event.time_range.elapsed_us() / 1e3)
+    ranked = sorted(total.items(), key=lambda item: -sum(item[1]))[:9]
+    return ", ".join(f"{n} {sum(t):.2f} ({len(t)})" for n, t in ranked)
+
+
+def dense_times(tokens: int) -> tuple[float, float]:
+    """Milliseconds of dense causal cuDNN attention: forward, and forward + backward."""
+    import torch
     from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.nn.functional import scaled_dot_product_attention
 
-    q = torch.randn(1, HEADS, tokens, DIM, device="cuda", dtype=torch.bfloat16)
-    k, v = (torch.randn(1, KV_HEADS, tokens, DIM, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    def normal(heads: int) -> torch.Tensor:
+        return torch.randn(1, heads, tokens, DIM, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+
+    q, k, v = normal(HEADS), normal(KV_HEADS), normal(KV_HEADS)
+    dout = torch.randn_like(q)
     with sdpa_kernel([SDPBackend.CUDNN_ATTENTION]):
+
+        def forward() -> torch.Tensor:
+            return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
         try:
-            run = lambda: torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)  # noqa: E731
-            run()
+            forward()
         except RuntimeError:
-            k, v = (x.repeat_interleave(HEADS // KV_HEADS, 1) for x in (k, v))
-            run = lambda: torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)  # noqa: E731
-        return milliseconds(run, 3)
+            k, v = normal(HEADS), normal(HEADS)
+        with torch.no_grad():
+            forward_ms = milliseconds(forward)
+        both_ms = milliseconds(lambda: torch.autograd.grad(forward(), (q, k, v), dout), 2)
+    return forward_ms, both_ms
 
 
-def time_forward(tokens: int, kind: str, dense: float, variants: dict[str, tuple[kernels.Tiles, list[float]]]) -> None:
-    ids = block_selection(tokens, kind, topk=TOPK, block_size=RATIO)
+def section_time(tokens_text: str) -> None:
+    import torch
+
+    from gpu_ci.bench.selections import KINDS, block_selection, overlap
+    from mcore_patches.ops.sparse_gqa import tilelang_kernels as kernels
+
+    tokens = int(tokens_text)
+    dense_forward, dense_both = dense_times(tokens)
+    result(f"time T {tokens}: dense cuDNN forward {dense_forward:.2f} ms, forward + backward {dense_both:.2f} ms")
     pos = torch.arange(tokens, dtype=torch.int32, device="cuda")
-    start = torch.zeros_like(pos)
-    q = torch.randn(tokens, HEADS, DIM, device="cuda", dtype=torch.bfloat16)
+    rows = pos, torch.zeros_like(pos)
+    q, dout = (torch.randn(tokens, HEADS, DIM, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     k, v = (torch.randn(tokens, KV_HEADS, DIM, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    jaccard, unions = overlap(ids, 32)
-    note(f"T {tokens} {kind}: overlap {jaccard:.3f}, union { ({n: round(u, 2) for n, u in unions.items()}) }")
+    for kind in KINDS:
+        ids = block_selection(tokens, kind, topk=TOPK, block_size=RATIO)
+        unions = {n: round(u, 2) for n, u in overlap(ids, 32)[1].items()}
+        variants = ["k2v1x2"] if tokens != 65536 or kind != "random" else list(FORWARD_VARIANTS)
+        try:
+            out, lse = kernels.forward(q, k, v, ids, *rows, SCALE, RATIO)
+            forward_ms = float("inf")
+            for variant in variants:
+                tiles = forward_tiles(variant)
+                ms = milliseconds(
+                    lambda tiles=tiles, ids=ids: kernels.forward(q, k, v, ids, *rows, SCALE, RATIO, tiles=tiles)
+                )
+                result(f"time T {tokens} {kind} forward {variant}: {ms:.2f} ms, {ms / dense_forward:.3f} of dense")
+                forward_ms = min(forward_ms, ms)
 
-    def one(name: str, tiles: kernels.Tiles, share: float) -> None:
-        limit = int(share * (TOPK + 1))
-        plan_ms = milliseconds(lambda: kernels.make_plan(ids, pos, start, RATIO, tiles, limit=limit))
-        plan = kernels.make_plan(ids, pos, start, RATIO, tiles, limit=limit)
-        ms = milliseconds(
-            lambda: kernels.forward(q, k, v, ids, pos, start, DIM**-0.5, RATIO, tiles=tiles, plan=plan), 3
+            def forward(ids=ids) -> object:
+                return kernels.forward(q, k, v, ids, *rows, SCALE, RATIO)
+
+            def backward(ids=ids, out=out, lse=lse) -> object:
+                return kernels.backward(q, k, v, ids, *rows, out, lse, dout, SCALE, RATIO)
+
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            ms = milliseconds(backward, 2)
+            peak = (torch.cuda.max_memory_allocated() - before) / 2**30
+            result(
+                f"time T {tokens} {kind} backward: {ms:.2f} ms; forward + backward {ms + forward_ms:.2f} ms, "
+                f"{(ms + forward_ms) / dense_both:.3f} of dense; peak {peak:.2f} GiB; unions {unions}"
+            )
+            if tokens != 16384:
+                result(f"  forward by kernel: {kernel_times(forward)}")
+                result(f"  backward by kernel: {kernel_times(backward)}")
+        except Exception as e:
+            traceback.print_exc()
+            result(f"FAIL time T {tokens} {kind}: {type(e).__name__} {str(e)[-200:]}")
+            raise
+
+
+# ---------------------------------------------------------------------------------------------- processes
+
+SECTIONS = {"build": section_build, "check": section_check, "time": section_time}
+LINES: list[str] = []
+
+
+def command(*arguments: str) -> list[str]:
+    return [sys.executable, str(Path(__file__).resolve()), "--child", *arguments]
+
+
+def spawn(limit: float, children: list[list[str]], at_once: int = 16) -> list[list[str]]:
+    """Run children, each with a time limit, `at_once` at a time; print what they say; return those that fail."""
+    failed, waiting, running = [], list(children), []
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    while waiting or running:
+        while waiting and len(running) < at_once:
+            child = waiting.pop(0)
+            process = subprocess.Popen(
+                command(*child), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
+            )
+            running.append((child, process, time.time()))
+        child, process, started = running.pop(0)
+        try:
+            text, _ = process.communicate(timeout=max(1.0, limit - (time.time() - started)))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            text, _ = process.communicate()
+            text += f"\nRESULT FAIL {' '.join(child)}: over its limit of {limit:.0f} s"
+        LINES.extend(line for line in text.splitlines() if line.startswith("RESULT"))
+        if process.returncode:
+            failed.append(child)
+            if not any(line.startswith("RESULT FAIL") for line in text.splitlines()):
+                LINES.append(f"RESULT FAIL {' '.join(child)}: exit status {process.returncode}")
+            print(text[-3000:], flush=True)
+        else:
+            print("\n".join(line for line in text.splitlines() if line.startswith("RESULT")), flush=True)
+    return failed
+
+
+def sanitize(child: list[str]) -> None:
+    """Run a child that failed once more under memcheck and print the first lines."""
+    tool = shutil.which("compute-sanitizer")
+    if tool is None:
+        print("compute-sanitizer is not on PATH", flush=True)
+        return
+    try:
+        run = subprocess.run(
+            [tool, "--tool", "memcheck", "--print-limit", "3", *command(*child)],
+            capture_output=True,
+            text=True,
+            timeout=40,
         )
-        shared = plan.count >= 0
-        load = float(plan.count.clamp(min=0).sum() / shared.sum().clamp(min=1) / (TOPK + 1))
-        note(
-            f"  {name:<8} share<={share:<4} shared {float(shared.float().mean()):.2f} of load {load:.2f}:"
-            f" plan {plan_ms:.2f} ms, forward {ms:.2f} ms, together {(ms + plan_ms) / dense:.3f} of dense"
-        )
-
-    for name, (tiles, shares) in variants.items():
-        for share in shares:
-            attempt(f"time {tokens} {kind} {name} {share}", lambda n=name, t=tiles, s=share: one(n, t, s))
-
-
-def inverse_gather(tokens: int, group_blocks: int) -> None:
-    """Rate of reading the rows that picked one of `group_blocks` neighbouring blocks: the floor of dK and dV."""
-    from gpu_ci.kernels.gather_rows import build, kernel_source_bytes
-
-    ids = block_selection(tokens, "random", topk=TOPK, block_size=RATIO)
-    row = torch.arange(tokens, device="cuda")[:, None].expand_as(ids)
-    valid = ids >= 0
-    pairs = torch.unique((ids[valid].long() // group_blocks) * tokens + row[valid])
-    groups = tokens // RATIO // group_blocks
-    bounds = torch.searchsorted(pairs, torch.arange(groups + 1, device="cuda") * tokens).int()
-    rows = (pairs % tokens).int()
-    q, do = (torch.randn(tokens, HEADS, DIM, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    sink = torch.zeros(groups, KV_HEADS, device="cuda", dtype=torch.float32)
-    kernel = build(HEADS, KV_HEADS, DIM)
-    ms = milliseconds(lambda: kernel(q, do, rows, bounds, sink), 3)
-    moved = len(rows) * kernel_source_bytes(HEADS, DIM)
-    rate = f"{len(rows) / 1e6:.1f} M rows, {moved / ms / 1e9:.2f} TB/s"
-    note(f"gather Q,dO T {tokens} blocks {group_blocks}: {ms:.1f} ms, {rate}")
-
-
-def build_ahead(cases: list[tuple[int, int, int, int, int, kernels.Tiles]]) -> None:
-    """Compile at once what the checks and timings need; failures show again, with their case, when it runs."""
-    arch = "sm_90a"
-    jobs = []
-    for heads, kv_heads, dim, topk, ratio, tiles in cases:
-        shape = (heads, kv_heads, dim, torch.bfloat16, topk, ratio, tiles, arch)
-        jobs += [
-            lambda t=topk, r=ratio, ts=tiles: kernels.plan_kernel(t, r, ts, arch),
-            lambda s=shape: kernels.union_forward_kernel(*s),
-            lambda s=shape: kernels.row_forward_kernel(*s),
-        ]
-    with ThreadPoolExecutor(8) as pool:
-        for outcome in [pool.submit(job) for job in jobs]:
-            if outcome.exception() is not None:
-                note(f"FAILED build: {str(outcome.exception())[:300]}")
+        lines = (run.stdout + run.stderr).splitlines()
+    except subprocess.TimeoutExpired as stopped:
+        lines = (stopped.stdout or b"").decode().splitlines()
+    print("\n".join(["memcheck " + " ".join(child), *lines[:30]]), flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="checks only")
-    parser.add_argument("--tokens", type=int, nargs="*", default=[16384, 65536, 131072])
+    parser.add_argument("--sections", default="build,check,time")
+    parser.add_argument("--checks", default=",".join(CHECKS))
+    parser.add_argument("--tokens", default="65536,16384,131072")
+    parser.add_argument("--seconds", type=float, default=135.0, help="no timing starts or runs on beyond this")
+    parser.add_argument("--child", nargs=2)
     arguments = parser.parse_args()
-    torch.backends.cuda.matmul.allow_tf32 = False
-    base = kernels.choose_tiles(HEADS, KV_HEADS)
-    checks = [
-        ("H24-2 D256 r4", replace(base, share=20.0), 24, 2, 256, 4),
-        ("H24-2 D256 r4 k1v1", replace(base, share=20.0, k_stages=1, v_stages=1, blocks_per_sm=3), 24, 2, 256, 4),
-        ("H8-2 D128 r2", replace(kernels.choose_tiles(8, 2), share=20.0), 8, 2, 128, 2),
-    ]
-    roomy = replace(base, share=7.0)
-    timed = [
-        roomy,
-        replace(roomy, k_stages=1, v_stages=1, blocks_per_sm=3),
-        replace(roomy, k_stages=3, v_stages=3, blocks_per_sm=1),
-    ]
-    cases = [(h, g, d, 16, r, t) for _, t, h, g, d, r in checks]
-    if not arguments.check:
-        cases += [(HEADS, KV_HEADS, DIM, TOPK, RATIO, t) for t in timed]
-    attempt("build", lambda: build_ahead(cases))
-    for label, tiles, heads, kv_heads, dim, ratio in checks:
-        for share in (0.0, 3.0, 20.0):
-            attempt(
-                f"check {label} {share}",
-                lambda n=label, t=tiles, s=share, a=(heads, kv_heads, dim, ratio): check_forward(n, t, s, *a),
-            )
-    if not arguments.check:
-        for tokens in arguments.tokens:
-            dense = dense_forward(tokens)
-            note(f"T {tokens}: dense cuDNN forward {dense:.2f} ms")
-            main_shares = [4.0] if tokens != 65536 else [0.0, 4.0, 6.0]
-            random_variants = {"k2v1x2": (roomy, main_shares)}
-            if tokens == 65536:
-                random_variants["k1v1x3"] = (timed[1], [4.0])
-                random_variants["k3v3x1"] = (timed[2], [4.0])
-            time_forward(tokens, "random", dense, random_variants)
-            time_forward(tokens, "correlated", dense, {"k2v1x2": (roomy, [4.0])})
-        for blocks in (1, 4):
-            attempt(f"gather {blocks}", lambda b=blocks: inverse_gather(65536, b))
-    print("\n=== " + torch.cuda.get_device_name() + "\n" + "\n".join(TABLE))
-    sys.exit(any("FAILED" in line or "MISMATCH" in line or "differ" in line for line in TABLE))
+    if arguments.child:
+        SECTIONS[arguments.child[0]](arguments.child[1])
+        return
+    started = time.time()
+    sections = arguments.sections.split(",")
+    if "build" in sections:
+        spawn(70, [["build", name] for name in kernel_builders()])
+        print(f"[{time.time() - started:.0f} s]", flush=True)
+    if "check" in sections:
+        failed = spawn(40, [["check", name] for name in arguments.checks.split(",")])
+        print(f"[{time.time() - started:.0f} s]", flush=True)
+        if failed:
+            sanitize(failed[0])
+    if "time" in sections:
+        for tokens in arguments.tokens.split(","):
+            left = arguments.seconds - (time.time() - started)
+            if left < 15:
+                LINES.append(f"RESULT time T {tokens}: not started, {left:.0f} s left")
+                continue
+            spawn(min(60, left), [["time", tokens]])
+            print(f"[{time.time() - started:.0f} s]", flush=True)
+    print("\n=== " + "\n".join(["results", *LINES]))
+    sys.exit(any("FAIL" in line for line in LINES))
 
 
 if __name__ == "__main__":

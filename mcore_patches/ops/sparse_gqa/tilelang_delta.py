@@ -1,3 +1,5 @@
+# The language of kernels is not typed.
+# mypy: ignore-errors
 """Row sums of the backward's softmax: delta = sum over channels of out * dout, in fp32."""
 
 import tilelang.language as T
@@ -13,7 +15,7 @@ def delta(*, dim: int, dtype: str):
     vectors = T.dynamic("vectors")
 
     @T.prim_func
-    def kernel(
+    def sparse_gqa_delta(
         out: T.Tensor((vectors, dim), dtype),
         dout: T.Tensor((vectors, dim), dtype),
         total: T.Tensor((vectors,), "float32"),
@@ -35,4 +37,4 @@ def delta(*, dim: int, dtype: str):
             if tx % lanes == 0 and block * per_block + tx // lanes < vectors:
                 total[at] = acc
 
-    return kernel
+    return sparse_gqa_delta

@@ -13,8 +13,9 @@ calls give the same bits.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,7 +34,8 @@ _FAST_MATH = {**_OWN_BARRIERS, "tl.enable_fast_math": True}
 
 @dataclass(frozen=True)
 class Tiles:
-    """How a shape is cut. rows: query rows of a tile; keys: tokens of a step; share: largest union worth sharing, in rows."""
+    """How a shape is cut. rows: query rows of a tile; keys: tokens of a step; share: largest union worth sharing, in
+    rows."""
 
     rows: int
     keys: int = 64
@@ -63,8 +65,8 @@ def choose_tiles(heads: int, kv_heads: int) -> Tiles:
 class BackwardTiles:
     """How the backward cuts a shape.
 
-    union: tiles of rows that share blocks; window_rows, window_stages: rows of a step of the window kernel, and steps in
-    shared memory; steps: steps of 64 keys whose partial sums the scratch holds; slots: most tiles of a chunk;
+    union: tiles of rows that share blocks; window_rows, window_stages: rows of a step of the window kernel, and steps
+    in shared memory; steps: steps of 64 keys whose partial sums the scratch holds; slots: most tiles of a chunk;
     window_words: most words of the (window, row) bits held at once.
     """
 
@@ -79,8 +81,8 @@ class BackwardTiles:
 def choose_backward_tiles(heads: int, kv_heads: int) -> BackwardTiles:
     """Tiles of the backward for Hopper.
 
-    A union step holds Q and dO of at most 96 vectors (48 KiB each at 256 channels) beside two stages of K and one of V; a
-    window step at most 64, beside a window of K and V. Both counts are reduction widths: multiples of 16.
+    A union step holds Q and dO of at most 96 vectors (48 KiB each at 256 channels) beside two stages of K and one of
+    V; a window step at most 64, beside a window of K and V. Both counts are reduction widths: multiples of 16.
     """
     group = heads // kv_heads
     union_rows = max(r for r in range(1, MASK_BITS + 1) if r * group <= 96 and r * group % 16 == 0)
@@ -105,10 +107,21 @@ def _arch(device: torch.device) -> str:
     return f"sm_{major}{minor}a"
 
 
-def plan_kernel(topk: int, block_size: int, tiles: Tiles, arch: str):
-    """The kernel that lists what every tile reads."""
-    from mcore_patches.ops.sparse_gqa.tilelang_plan import plan
+def _kernel(
+    name: str, module: str, shape: Mapping[str, object], arch: str, pass_configs: Mapping[str, bool] = _FAST_MATH
+) -> Any:
+    """The kernel that `name` in `module` builds for `shape`."""
+    key = (f"sparse_gqa.{name}", arch, *shape.values())
 
+    def build() -> Any:
+        builder = getattr(importlib.import_module(f"mcore_patches.ops.sparse_gqa.{module}"), name)
+        return compile_kernel(key, builder(**shape), arch=arch, pass_configs=pass_configs)
+
+    return CACHE.get(key, build)
+
+
+def plan_kernel(topk: int, block_size: int, tiles: Tiles, arch: str) -> Any:
+    """The kernel that lists what every tile reads."""
     shape = {
         "rows": tiles.rows,
         "block_size": block_size,
@@ -117,16 +130,13 @@ def plan_kernel(topk: int, block_size: int, tiles: Tiles, arch: str):
         "capacity": tiles.capacity(topk, block_size),
         "words": tiles.words,
     }
-    key = ("sparse_gqa.plan", arch, *shape.values())
-    return CACHE.get(key, lambda: compile_kernel(key, plan(**shape), arch=arch, pass_configs=_OWN_BARRIERS))
+    return _kernel("plan", "tilelang_plan", shape, arch, _OWN_BARRIERS)
 
 
 def union_forward_kernel(
     heads: int, kv_heads: int, dim: int, dtype: torch.dtype, topk: int, block_size: int, tiles: Tiles, arch: str
-):
+) -> Any:
     """The forward kernel over the union of a tile's blocks."""
-    from mcore_patches.ops.sparse_gqa.tilelang_union_forward import union_forward
-
     shape = {
         "heads": heads,
         "kv_heads": kv_heads,
@@ -138,16 +148,13 @@ def union_forward_kernel(
         "keys": tiles.keys,
         "stages": tiles.stages,
     }
-    key = ("sparse_gqa.union_forward", arch, *shape.values())
-    return CACHE.get(key, lambda: compile_kernel(key, union_forward(**shape), arch=arch, pass_configs=_FAST_MATH))
+    return _kernel("union_forward", "tilelang_union_forward", shape, arch)
 
 
 def row_forward_kernel(
     heads: int, kv_heads: int, dim: int, dtype: torch.dtype, topk: int, block_size: int, tiles: Tiles, arch: str
-):
+) -> Any:
     """The forward kernel that attends one row at a time."""
-    from mcore_patches.ops.sparse_gqa.tilelang_row_forward import row_forward
-
     shape = {
         "heads": heads,
         "kv_heads": kv_heads,
@@ -161,8 +168,7 @@ def row_forward_kernel(
         "v_stages": tiles.v_stages,
         "blocks_per_sm": tiles.blocks_per_sm,
     }
-    key = ("sparse_gqa.row_forward", arch, *shape.values())
-    return CACHE.get(key, lambda: compile_kernel(key, row_forward(**shape), arch=arch, pass_configs=_FAST_MATH))
+    return _kernel("row_forward", "tilelang_row_forward", shape, arch)
 
 
 def make_plan(
@@ -196,7 +202,8 @@ def forward(
     tiles: Tiles | None = None,
     plan: Plan | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attend: `q [Tq, Hq, D]`, `k`, `v [Tk, Hkv, D]`, contiguous -> `out` like `q`, `lse [Tq, Hq]` fp32 (natural log)."""
+    """Attend: `q [Tq, Hq, D]`, `k`, `v [Tk, Hkv, D]`, contiguous -> `out` like `q`, `lse [Tq, Hq]` fp32 (natural
+    log)."""
     heads, kv_heads, dim, topk = q.shape[1], k.shape[1], q.shape[2], block_ids.shape[1]
     tiles = tiles or choose_tiles(heads, kv_heads)
     plan = plan or make_plan(block_ids, row_pos, row_start, block_size, tiles)
@@ -211,17 +218,6 @@ def forward(
     return out, lse
 
 
-def _kernel(name: str, module: str, shape: dict[str, object], arch: str, pass_configs: dict[str, bool] = _FAST_MATH):
-    """The kernel that `name` in `module` builds for `shape`."""
-    key = (f"sparse_gqa.{name}", arch, *shape.values())
-
-    def build():
-        builder = getattr(importlib.import_module(f"mcore_patches.ops.sparse_gqa.{module}"), name)
-        return compile_kernel(key, builder(**shape), arch=arch, pass_configs=pass_configs)
-
-    return CACHE.get(key, build)
-
-
 def backward_kernels(
     heads: int,
     kv_heads: int,
@@ -231,7 +227,7 @@ def backward_kernels(
     block_size: int,
     tiles: BackwardTiles,
     arch: str,
-) -> dict[str, Callable[[], object]]:
+) -> dict[str, Callable[[], Any]]:
     """What builds (on the first call) and returns each kernel of the backward but the plan."""
     union, name = tiles.union, _DTYPES[dtype]
     shape = {"heads": heads, "kv_heads": kv_heads, "dim": dim}

@@ -1,13 +1,17 @@
+# The language of kernels is not typed.
+# mypy: ignore-errors
+# A condition that guards an access must not be joined with it: kernels evaluate both.
+# ruff: noqa: SIM102
 """Plan of a sparse GQA call, built on the device: which blocks a tile of neighbouring rows reads, and who reads what.
 
-For every tile of ``rows`` rows the plan lists the union of the rows' blocks, document by document and ascending in each,
-with two bits for every row: it selected the block, or the block is its incomplete last one, of which it sees the tokens
-up to itself. A union larger than ``limit`` entries is not worth sharing: the tile is marked -1 and its rows are attended
-one by one.
+For every tile of ``rows`` rows the plan lists the union of the rows' blocks, document by document and ascending in
+each, with two bits for every row: it selected the block, or the block is its incomplete last one, of which it sees the
+tokens up to itself. A union larger than ``limit`` entries is not worth sharing: the tile is marked -1 and its rows are
+attended one by one.
 
 A presence bitmap of the document's blocks in shared memory does it without sorting: set bits, count them in a prefix
-sum, and an id's place in the list is the number of bits below it. Bits are combined by OR, so the order in which threads
-arrive changes nothing.
+sum, and an id's place in the list is the number of bits below it. Bits are combined by OR, so the order in which
+threads arrive changes nothing.
 """
 
 import tilelang.language as T
@@ -35,14 +39,14 @@ def plan(*, rows: int, block_size: int, topk: int, keys: int, capacity: int, wor
     ``block_ids [Tq, topk]``, ``row_pos [Tq]``, ``row_start [Tq]``; writes ``row_count [Tq]`` (leading ids that may be
     valid), ``count [tiles]`` (entries, or -1), ``first [tiles, capacity]`` (an entry's first token) and
     ``info [tiles, capacity]`` (bit r: row r selected the block, bit 16 + r: it is row r's incomplete one); the last
-    ``keys``-token step is filled with entries no row reads. A tile with a document of more than ``32 * words`` blocks is
-    not shared.
+    ``keys``-token step is filled with entries no row reads. A tile with a document of more than ``32 * words`` blocks
+    is not shared.
     """
     step = keys // block_size
     tq, tiles = T.dynamic("tq"), T.dynamic("tiles")
 
     @T.prim_func
-    def kernel(
+    def sparse_gqa_plan(
         block_ids: T.Tensor((tq, topk), "int32"),
         row_pos: T.Tensor((tq,), "int32"),
         row_start: T.Tensor((tq,), "int32"),
@@ -178,4 +182,4 @@ def plan(*, rows: int, block_size: int, topk: int, keys: int, capacity: int, wor
             if tx < rows and tile * rows + tx < tq:
                 row_count[tile * rows + tx] = used[tx]
 
-    return kernel
+    return sparse_gqa_plan

@@ -1,3 +1,5 @@
+# The language of kernels is not typed.
+# mypy: ignore-errors
 """Adds up the partial sums of dK and dV that the union backward left for every token, in the order of tiles."""
 
 import tilelang.language as T
@@ -9,9 +11,9 @@ BATCH = 4  # loads in flight
 def reduce_partials(*, kv_heads: int, dim: int, keys: int, slots: int, dtype: str):
     """Build the kernel ``(partial, place, dk, dv, scale)``.
 
-    ``partial [steps, kv_heads, 2, dim / 8, keys, 8]`` and ``place [Tk, slots]`` as :mod:`tilelang_union_backward` writes
-    them; ``place`` is left zeroed. Adds ``scale`` times the first kind of sums to ``dk`` and the second to ``dv``,
-    ``[Tk, kv_heads, dim]`` fp32.
+    ``partial [steps, kv_heads, 2, dim / 8, keys, 8]`` and ``place [Tk, slots]`` as :mod:`tilelang_union_backward`
+    writes them; ``place`` is left zeroed. Adds ``scale`` times the first kind of sums to ``dk`` and the second to
+    ``dv``, ``[Tk, kv_heads, dim]`` fp32.
     """
     pieces = dim // 8
     threads = TOKENS * pieces * 2
@@ -19,7 +21,7 @@ def reduce_partials(*, kv_heads: int, dim: int, keys: int, slots: int, dtype: st
     tk, steps_kept = T.dynamic("tk"), T.dynamic("steps_kept")
 
     @T.prim_func
-    def kernel(
+    def sparse_gqa_reduce_partials(
         partial: T.Tensor((steps_kept, kv_heads, 2, pieces, keys, 8), dtype),
         place: T.Tensor((tk, slots), "int32"),
         dk: T.Tensor((tk, kv_heads, dim), "float32"),
@@ -76,4 +78,4 @@ def reduce_partials(*, kv_heads: int, dim: int, keys: int, slots: int, dtype: st
                         for e in T.vectorized(8):
                             dv[token, g, c * 8 + e] += acc[e]
 
-    return kernel
+    return sparse_gqa_reduce_partials

@@ -1,8 +1,10 @@
+# The language of kernels is not typed.
+# mypy: ignore-errors
 """dQ of sparse GQA one query row at a time, for tiles whose rows share too few blocks.
 
 As in the forward, the gather of keys and values bounds the kernel, so keys are the 64-row operand: ``S = K Q^T``,
-``dP = V dO^T`` and ``dQ^T = K^T dS`` (``dim`` by ``group``). A key's probabilities need no other key, so nothing crosses
-threads. One stage each of K and V: two blocks share an SM and one gathers while the other multiplies.
+``dP = V dO^T`` and ``dQ^T = K^T dS`` (``dim`` by ``group``). A key's probabilities need no other key, so nothing
+crosses threads. One stage each of K and V: two blocks share an SM and one gathers while the other multiplies.
 """
 
 import tilelang.language as T
@@ -15,8 +17,8 @@ def row_backward(*, heads: int, kv_heads: int, dim: int, rows: int, block_size: 
     """Build the kernel ``(q, k, v, dout, block_ids, row_pos, row_start, row_count, count, lse, delta, dq, scale)``.
 
     ``q``, ``dout`` and ``dq [Tq, heads, dim]``, ``k`` and ``v [Tk, kv_heads, dim]``, ``block_ids [Tq, topk]``,
-    ``row_count [Tq]`` and ``count [tiles]`` from the plan (tiles with a count >= 0 are skipped), ``lse`` (natural log) and
-    ``delta [Tq, heads]`` fp32, ``scale`` on q . k.
+    ``row_count [Tq]`` and ``count [tiles]`` from the plan (tiles with a count >= 0 are skipped), ``lse`` (natural log)
+    and ``delta [Tq, heads]`` fp32, ``scale`` on q . k.
     """
     group = heads // kv_heads
     cols = -(-group // 8) * 8
@@ -29,7 +31,7 @@ def row_backward(*, heads: int, kv_heads: int, dim: int, rows: int, block_size: 
     full_row = T.GemmWarpPolicy.FullRow
 
     @T.prim_func
-    def kernel(
+    def sparse_gqa_row_backward(
         q: T.Tensor((tq, heads, dim), dtype),
         k: T.Tensor((tk, kv_heads, dim), dtype),
         v: T.Tensor((tk, kv_heads, dim), dtype),
@@ -185,4 +187,4 @@ def row_backward(*, heads: int, kv_heads: int, dim: int, rows: int, block_size: 
                                 T.cp_async_barrier_noinc(k_ready)
                                 it = it + 1
 
-    return kernel
+    return sparse_gqa_row_backward

@@ -1,3 +1,5 @@
+# The language of kernels is not typed.
+# mypy: ignore-errors
 """Forward of sparse GQA one query row at a time, for tiles whose rows share too few blocks.
 
 Gathering keys and values bounds this kernel, so the product is turned round to waste nothing on padding: scores are
@@ -30,7 +32,8 @@ def row_forward(
     """Build the kernel ``(q, k, v, block_ids, row_pos, row_start, row_count, count, out, lse, scale_log2e)``.
 
     ``q [Tq, heads, dim]``, ``k`` and ``v [Tk, kv_heads, dim]``, ``block_ids [Tq, topk]``, ``row_count [Tq]``: how many
-    leading ids may be valid, ``count [tiles]``: tiles with a count >= 0 belong to the union kernel and are skipped here.
+    leading ids may be valid, ``count [tiles]``: tiles with a count >= 0 belong to the union kernel and are skipped
+    here.
     """
     group = heads // kv_heads
     cols = -(-group // 8) * 8
@@ -43,7 +46,7 @@ def row_forward(
     tq, tk, tiles = T.dynamic("tq"), T.dynamic("tk"), T.dynamic("tiles")
 
     @T.prim_func
-    def kernel(
+    def sparse_gqa_row_forward(
         q: T.Tensor((tq, heads, dim), dtype),
         k: T.Tensor((tk, kv_heads, dim), dtype),
         v: T.Tensor((tk, kv_heads, dim), dtype),
@@ -233,4 +236,4 @@ def row_forward(
                                 T.cp_async_barrier_noinc(v_ready[vs])
                                 it = it + 1
 
-    return kernel
+    return sparse_gqa_row_forward

@@ -1,8 +1,13 @@
+# The language of kernels is not typed.
+# mypy: ignore-errors
+# A condition that guards an access must not be joined with it: kernels evaluate both.
+# ruff: noqa: SIM102
 """Backward of sparse GQA over the union of the blocks that a tile of neighbouring rows selected.
 
-All five products of a step in one pass. Keys are the 64-row operand (``S = K Q^T``), so that the rows of a tile need not
-fill up 64 or 128 matrix rows. dQ stays in registers; what a step adds to dK and dV goes to a scratch buffer in bf16 as
-partial sums, which :mod:`tilelang_reduce` adds up in the order of tiles: no atomics, and a fixed order of every sum.
+All five products of a step in one pass. Keys are the 64-row operand (``S = K Q^T``), so that the rows of a tile need
+not fill up 64 or 128 matrix rows. dQ stays in registers; what a step adds to dK and dV goes to a scratch buffer in
+bf16 as partial sums, which :mod:`tilelang_reduce` adds up in the order of tiles: no atomics, and a fixed order of
+every sum.
 """
 
 import tilelang.language as T
@@ -31,10 +36,10 @@ def union_backward(
 
     ``(q, k, v, dout, lse, delta, count, first, info, row_pos, tile_of, offset, dq, partial, place, chunk, scale)``:
     ``q``, ``dout`` and ``dq [Tq, heads, dim]``, ``k`` and ``v [Tk, kv_heads, dim]``, ``lse`` (natural log) and
-    ``delta [Tq, heads]`` fp32, ``count``, ``first`` and ``info`` as the plan writes them, ``tile_of [chunks, slots]`` the
-    tile of every slot of a chunk (-1: none), ``offset [tiles]`` a tile's first step in ``partial``. Writes ``dq``,
-    ``partial [steps, kv_heads, 2, dim / 8, keys, 8]`` (dK / scale, then dV) and ``place [Tk, slots]``: one more than the
-    row of ``partial``, ``step * keys + key``, that holds a token's sums from a slot's tile.
+    ``delta [Tq, heads]`` fp32, ``count``, ``first`` and ``info`` as the plan writes them, ``tile_of [chunks, slots]``
+    the tile of every slot of a chunk (-1: none), ``offset [tiles]`` a tile's first step in ``partial``. Writes ``dq``,
+    ``partial [steps, kv_heads, 2, dim / 8, keys, 8]`` (dK / scale, then dV) and ``place [Tk, slots]``: one more than
+    the row of ``partial``, ``step * keys + key``, that holds a token's sums from a slot's tile.
     """
     group = heads // kv_heads
     vectors = rows * group
@@ -131,7 +136,7 @@ def union_backward(
             q_shared[dq_v0 + j, dq_c0 + d] = dq_acc[d, j] * scale
 
     @T.prim_func
-    def kernel(
+    def sparse_gqa_union_backward(
         q: T.Tensor((tq, heads, dim), dtype),
         k: T.Tensor((tk, kv_heads, dim), dtype),
         v: T.Tensor((tk, kv_heads, dim), dtype),
@@ -313,4 +318,4 @@ def union_backward(
                             )
                         T.cp_async_barrier_noinc(v_ready)
 
-    return kernel
+    return sparse_gqa_union_backward

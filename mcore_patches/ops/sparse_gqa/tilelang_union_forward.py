@@ -1,3 +1,5 @@
+# The language of kernels is not typed.
+# mypy: ignore-errors
 """Forward of sparse GQA over the union of the blocks that a tile of neighbouring rows selected.
 
 A tile holds ``rows`` consecutive query rows with all heads of one KV head: ``rows * group`` matrix rows. It walks the
@@ -31,9 +33,9 @@ def union_forward(
 ):
     """Build the kernel ``(q, k, v, count, first, info, row_pos, out, lse, scale_log2e)``.
 
-    ``q [Tq, heads, dim]``, ``k`` and ``v [Tk, kv_heads, dim]``, ``count``, ``first`` and ``info`` as the plan writes them
-    (a tile with a negative count is left to the row kernel), ``row_pos [Tq]``, ``out`` like ``q``, ``lse [Tq, heads]``
-    fp32 natural log. Tokens that no row of the tile sees are not read.
+    ``q [Tq, heads, dim]``, ``k`` and ``v [Tk, kv_heads, dim]``, ``count``, ``first`` and ``info`` as the plan writes
+    them (a tile with a negative count is left to the row kernel), ``row_pos [Tq]``, ``out`` like ``q``, ``lse [Tq,
+    heads]`` fp32 natural log. Tokens that no row of the tile sees are not read.
     """
     group = heads // kv_heads
     used = rows * group
@@ -49,7 +51,7 @@ def union_forward(
     full_row = T.GemmWarpPolicy.FullRow
 
     @T.prim_func
-    def kernel(
+    def sparse_gqa_union_forward(
         q: T.Tensor((tq, heads, dim), dtype),
         k: T.Tensor((tk, kv_heads, dim), dtype),
         v: T.Tensor((tk, kv_heads, dim), dtype),
@@ -231,4 +233,4 @@ def union_forward(
                             )
                         T.cp_async_barrier_noinc(v_ready[stage])
 
-    return kernel
+    return sparse_gqa_union_forward

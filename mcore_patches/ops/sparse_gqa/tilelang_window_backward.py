@@ -1,7 +1,9 @@
+# The language of kernels is not typed.
+# mypy: ignore-errors
 """dK and dV of sparse GQA by windows of 64 tokens: the rows that attend one of them are gathered, nothing is scattered.
 
-A block holds a window's keys and values and two warpgroups of sums: one turns scores into probabilities and collects dV,
-the other score gradients and dK. A third gathers Q and dO of the listed rows. Keys are the 64-row operand, so that
+A block holds a window's keys and values and two warpgroups of sums: one turns scores into probabilities and collects
+dV, the other score gradients and dK. A third gathers Q and dO of the listed rows. Keys are the 64-row operand, so that
 probabilities come out of the first product in the registers that the second one reads.
 """
 
@@ -18,9 +20,9 @@ PRODUCER_REGISTERS = 40
 def window_backward(*, heads: int, kv_heads: int, dim: int, rows: int, stages: int, dtype: str):
     """Build the kernel ``(q, k, v, dout, lse, delta, bits, listed, lists, dk, dv, row0, scale)``.
 
-    ``q`` and ``dout [Tq, heads, dim]``, ``k`` and ``v [Tk, kv_heads, dim]``, ``lse`` (natural log) and ``delta [Tq, heads]``,
-    ``bits``, ``listed`` and ``lists`` of rows from ``row0`` on (:mod:`tilelang_windows`), ``rows`` listed rows a step. Adds
-    to ``dk`` and ``dv [Tk, kv_heads, dim]`` fp32.
+    ``q`` and ``dout [Tq, heads, dim]``, ``k`` and ``v [Tk, kv_heads, dim]``, ``lse`` (natural log) and ``delta [Tq,
+    heads]``, ``bits``, ``listed`` and ``lists`` of rows from ``row0`` on (:mod:`tilelang_windows`), ``rows`` listed
+    rows a step. Adds to ``dk`` and ``dv [Tk, kv_heads, dim]`` fp32.
     """
     group = heads // kv_heads
     vectors = rows * group
@@ -32,7 +34,7 @@ def window_backward(*, heads: int, kv_heads: int, dim: int, rows: int, stages: i
     full_row = T.GemmWarpPolicy.FullRow
 
     @T.prim_func
-    def kernel(
+    def sparse_gqa_window_backward(
         q: T.Tensor((tq, heads, dim), dtype),
         k: T.Tensor((tk, kv_heads, dim), dtype),
         v: T.Tensor((tk, kv_heads, dim), dtype),
@@ -190,4 +192,4 @@ def window_backward(*, heads: int, kv_heads: int, dim: int, rows: int, stages: i
                         T.barrier_arrive(ready[stage])
                         T.cp_async_barrier_noinc(ready[stage])
 
-    return kernel
+    return sparse_gqa_window_backward

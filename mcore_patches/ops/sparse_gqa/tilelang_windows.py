@@ -1,3 +1,7 @@
+# The language of kernels is not typed.
+# mypy: ignore-errors
+# A condition that guards an access must not be joined with it: kernels evaluate both.
+# ruff: noqa: SIM102
 """Inverse of a selection, without sorting: for every window of tokens, the rows that attend one of them, ascending.
 
 A bit for every (token, row) says who attends what: documents off the grid, tails and causality end up in the bits. Bits
@@ -14,13 +18,13 @@ WARPS = THREADS // 32
 def mark_windows(*, rows: int, block_size: int, topk: int):
     """Build the kernel ``(block_ids, row_pos, row_start, row_count, count, bits, row0)``.
 
-    Sets, in the zeroed ``bits [words, chunk]``, bit t of ``bits[w, i]`` where row ``row0 + i`` attends token ``32 w + t``.
-    ``row_count [Tq]`` and ``count [tiles]`` come from the plan: rows of tiles with a count >= 0 set nothing.
+    Sets, in the zeroed ``bits [words, chunk]``, bit t of ``bits[w, i]`` where row ``row0 + i`` attends token ``32 w +
+    t``. ``row_count [Tq]`` and ``count [tiles]`` come from the plan: rows of tiles with a count >= 0 set nothing.
     """
     tq, tiles, words, chunk = T.dynamic("tq"), T.dynamic("tiles"), T.dynamic("words"), T.dynamic("chunk")
 
     @T.prim_func
-    def kernel(
+    def sparse_gqa_mark_windows(
         block_ids: T.Tensor((tq, topk), "int32"),
         row_pos: T.Tensor((tq,), "int32"),
         row_start: T.Tensor((tq,), "int32"),
@@ -56,19 +60,19 @@ def mark_windows(*, rows: int, block_size: int, topk: int):
                             if first % WORD + length > WORD:
                                 T.atomic_or(bits[first // WORD + 1, i], run >> (WORD - first % WORD))
 
-    return kernel
+    return sparse_gqa_mark_windows
 
 
 def list_windows():
     """Build the kernel ``(bits, listed, lists)``: the rows with a bit in a window, two words, in ascending order.
 
-    ``bits [2 * windows, chunk]``; writes ``listed [windows]``, how many rows, and ``lists [windows, chunk]``, their numbers
-    within the chunk.
+    ``bits [2 * windows, chunk]``; writes ``listed [windows]``, how many rows, and ``lists [windows, chunk]``, their
+    numbers within the chunk.
     """
     words, windows, chunk = T.dynamic("words"), T.dynamic("windows"), T.dynamic("chunk")
 
     @T.prim_func
-    def kernel(
+    def sparse_gqa_list_windows(
         bits: T.Tensor((words, chunk), "int32"),
         listed: T.Tensor((windows,), "int32"),
         lists: T.Tensor((windows, chunk), "int32"),
@@ -100,4 +104,4 @@ def list_windows():
             if tx == 0:
                 listed[w] = at
 
-    return kernel
+    return sparse_gqa_list_windows
