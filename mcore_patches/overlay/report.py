@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from mcore_patches.overlay.counters import human_bytes
 from mcore_patches.overlay.patch import ERRORS, State
 
 
@@ -123,6 +124,8 @@ def _counts(counters: dict[str, Any]) -> str:
     parts = [f"{counters['calls']} calls, {counters['hits']} fused"]
     parts += [f"{n} {route}" for route, n in counters["routes"].items()]
     parts += [f"{n} declined: {reason}" for reason, n in counters["declines"].items()]
+    if most := counters["largest_fallback_bytes"]:
+        parts.append(f"the largest fallback took {human_bytes(most)}")
     return "; ".join(parts)
 
 

@@ -1,10 +1,10 @@
 """sparse_mla_nope: run NoPE (512-wide) and unaligned-top-k absorbed MLA through the installed SparseMLA kernel.
 
-megatron-core 0.19's `fused_sparse_mla_absorbed` declines unless query and key are 576 wide, heads (at least 16) are a power
-of two and the top-k is a multiple of 64; a declined call runs a dense fp32 softmax of batch x heads x sq x skv. Zero
-channels add nothing to q.k and the value is the first 512 channels, zero heads are sliced off again, and ids of -1 are
-masked, so padding to what the kernel takes is exact; autograd of pad and slice gives gradients in the caller's shapes.
-Upstream: NVIDIA/Megatron-LM#7617. Beyond it: any head count, and ids outside [0, skv) are masked instead of read.
+megatron-core 0.19's `fused_sparse_mla_absorbed` declines unless query and key are 576 wide, heads (at least 16) are a
+power of two and the top-k is a multiple of 64; a declined call runs a dense fp32 softmax of batch x heads x sq x skv.
+Zero channels add nothing to q.k and the value is the first 512 channels, zero heads are sliced off again, and ids of -1
+are masked, so padding to what the kernel takes is exact; autograd of pad and slice gives gradients in the caller's
+shapes. Upstream: NVIDIA/Megatron-LM#7617. Beyond it: any head count, and ids outside [0, skv) are masked, not read.
 """
 
 from __future__ import annotations
@@ -91,11 +91,13 @@ def build(below: Below) -> Callable[..., Any]:
         ids = valid_ids(topk_indices, key.size(0))
         if more_ids:
             ids = pad(ids, (0, more_ids), value=-1)
+        ids, given = ids.unsqueeze(2).contiguous(), topk_indices.unsqueeze(2)
+        if not more_ids and given.is_contiguous() and ids.stride() != given.stride():
+            # Only sizes of 1 or 0 differ: upstream hands over the caller's strides there.
+            ids = ids.as_strided(given.shape, given.stride())
         if not is_compiling():
             counters.hit("padded" if wider or more_ids or kernel_heads != heads else "kernel")
-        out, _ = kernel.apply(
-            query_bshd.contiguous(), key_bshd.contiguous(), ids.unsqueeze(2).contiguous(), softmax_scale
-        )
+        out, _ = kernel.apply(query_bshd.contiguous(), key_bshd.contiguous(), ids, softmax_scale)
         return out[:, :, :heads].permute(1, 0, 2, 3).contiguous()
 
     return fused_sparse_mla_absorbed
@@ -130,7 +132,8 @@ def _decline(counters: Any, reason: str, query: Any, key: Any, topk_indices: Any
         return
     four = query.ndim == 4 and key.ndim == 4
     sq, b, heads = (query.size(0), query.size(1), query.size(2)) if four else (0, 0, 0)
-    shape_class = f"query {_shape(query)}, key {_shape(key)}, top-k {_shape(topk_indices)}, {_short(query.dtype)}"
+    top_k = _rounded(topk_indices.size(-1)) if topk_indices.ndim else 0
+    shape_class = f"query {_shape(query)}, key {_shape(key)}, top-k up to {top_k}, {_short(query.dtype)}"
     dense = 4 * b * heads * sq * key.size(0) if four else 0
     counters.decline(
         reason, shape_class=shape_class, fallback="a dense fp32 softmax over [b, heads, sq, skv]", fallback_bytes=dense
@@ -138,9 +141,13 @@ def _decline(counters: Any, reason: str, query: Any, key: Any, topk_indices: Any
 
 
 def _shape(tensor: Any) -> str:
-    # Sizes to the next power of two: one warning for a shape class, not one for every sequence length.
-    sizes = [n if i else 1 << max(n - 1, 0).bit_length() for i, n in enumerate(tensor.shape)]
-    return "x".join(map(str, sizes)) or "scalar"
+    """The sizes, that of the sequence rounded: one warning for a class of shapes, not for every sequence length."""
+    return "x".join(str(n if i else _rounded(n)) for i, n in enumerate(tensor.shape)) or "scalar"
+
+
+def _rounded(n: int) -> int:
+    """The next power of two; 0 of 0."""
+    return 1 << (n - 1).bit_length() if n > 0 else 0
 
 
 def probe(probing: Probing) -> Finding:
@@ -154,7 +161,7 @@ def probe(probing: Probing) -> Finding:
 
     class FakeSparseMLA:
         @staticmethod
-        def apply(q: torch.Tensor, kv: torch.Tensor, indices: torch.Tensor, scale: float) -> tuple[Any, Any]:
+        def apply(q: torch.Tensor, *rest: Any, **options: Any) -> tuple[Any, Any]:
             return q[..., :V_CHANNELS], q[..., 0].float()
 
     function = _with_globals(module, original, SparseMLA=FakeSparseMLA)
@@ -167,12 +174,12 @@ def probe(probing: Probing) -> Finding:
     if not runs(KERNEL_WIDTH, TOPK_MULTIPLE):
         return Finding(False, "undecidable: it declines width 576 with top-k 64, which every version takes")
     width, topk = runs(512, TOPK_MULTIPLE), runs(KERNEL_WIDTH, TOPK_MULTIPLE + 1)
-    says = f"it {'takes' if width else 'declines'} width 512 and {'takes' if topk else 'declines'} an unaligned top-k of 65"
-    return Finding(width and topk, says)
+    verbs = ["takes" if taken else "declines" for taken in (width, topk)]
+    return Finding(width and topk, f"it {verbs[0]} width 512 and {verbs[1]} an unaligned top-k of 65")
 
 
 def _with_globals(module: ModuleType, function: Any, **changed: Any) -> Callable[..., Any]:
-    """A copy of a module's function that sees `changed` in place of the module's globals, as do the functions it calls."""
+    """A copy of a module's function that sees `changed` in place of the module's globals, as do those that it calls."""
     private = {**vars(module), **changed}
     for name, value in vars(module).items():
         if isinstance(value, FunctionType) and value.__globals__ is vars(module) and name not in changed:

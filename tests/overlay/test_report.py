@@ -35,7 +35,13 @@ def a_report(**changes):
                 unreachable=("a list of 2 items",),
             ),
         ),
-        "counters": {"calls": 3, "hits": 2, "routes": {"padded": 2}, "declines": {"float16": 1}},
+        "counters": {
+            "calls": 3,
+            "hits": 2,
+            "routes": {"padded": 2},
+            "declines": {"float16": 1},
+            "largest_fallback_bytes": 3 << 29,
+        },
     } | changes
     megatron = {"text": "0.19.2", "release": "0.19.2", "local": None}
     return Report((Row(**row),), megatron, "3.12.1", "0.1.0", ("metadata says 0.18.2",))
@@ -51,7 +57,7 @@ def test_the_table_has_everything_that_a_person_asks_for():
         "lower < tenfold",
         "rebound: megatron.core.user.f",
         "keeps the original: a list of 2 items",
-        "3 calls, 2 fused; 2 padded; 1 declined: float16",
+        "3 calls, 2 fused; 2 padded; 1 declined: float16; the largest fallback took 1.5 GiB",
         "delete when: upstream multiplies",
     ):
         assert part in text
