@@ -25,11 +25,12 @@ def message(capsys: pytest.CaptureFixture[str]) -> str:
     ("arguments", "says"),
     [
         (["nope"], "unknown demo 'nope'; known are sparse_mla_nope, qsa"),
-        (["sparse_mla_nope", "--steps", "0"], "steps=0; allowed for sparse_mla_nope are 1 to 100000"),
-        (["qsa", "--steps", "9"], "steps=9; allowed for qsa are 10 to 100000"),
-        (["--steps", "9"], "steps=9; allowed for sparse_mla_nope and qsa are 10 to 100000"),
-        (["--steps", "-1", "sparse_mla_nope"], "steps=-1; allowed for sparse_mla_nope are 1 to 100000"),
-        (["--steps", "100001"], "steps=100001; allowed"),
+        (["sparse_mla_nope", "--steps", "0"], "steps=0; allowed for sparse_mla_nope are 1 to 100"),
+        (["qsa", "--steps", "9"], "steps=9; allowed for qsa are 10 to 1000"),
+        (["--steps", "9"], "steps=9; allowed for sparse_mla_nope and qsa are 10 to 100"),
+        (["--steps", "-1", "sparse_mla_nope"], "steps=-1; allowed for sparse_mla_nope are 1 to 100"),
+        (["--steps", "101"], "steps=101; allowed for sparse_mla_nope and qsa are 10 to 100"),
+        (["qsa", "--steps", "1001"], "steps=1001; allowed for qsa are 10 to 1000"),
         (["--out", ""], "out=''; allowed is a folder"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
@@ -50,7 +51,7 @@ def test_steps_that_are_no_number(capsys):
 
 @pytest.mark.parametrize("steps", [True, 2.0, "2"], ids=repr)
 def test_steps_of_another_type(steps):
-    with pytest.raises(DemoError, match=r"steps=.*; allowed for sparse_mla_nope are 1 to 100000"):
+    with pytest.raises(DemoError, match=r"steps=.*; allowed for sparse_mla_nope are 1 to 100"):
         demo.run("sparse_mla_nope", steps=steps)
 
 

@@ -30,7 +30,7 @@ def quick(monkeypatch):
 
         module.train = train
         monkeypatch.setitem(sys.modules, module.__name__, module)
-        return Demo(name, module.__name__, default_steps=7, least_steps=2)
+        return Demo(name, module.__name__, default_steps=7, least_steps=2, most_steps=9)
 
     demos = {"sparse_mla_nope": add("sparse_mla_nope", True, 1.5), "qsa": add("qsa", False, math.nan)}
     monkeypatch.setattr(demo, "DEMOS", demos)
@@ -94,5 +94,5 @@ def test_every_demo_is_named_after_its_patch():
     for name, listed in demo.DEMOS.items():
         assert listed.name == name
         assert name in _engine().registry.entries
-        assert 1 <= listed.least_steps <= listed.default_steps
+        assert 1 <= listed.least_steps <= listed.default_steps <= listed.most_steps
         assert Path(demo.__file__).parent.joinpath(name, "__init__.py").is_file()
