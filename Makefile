@@ -47,7 +47,7 @@ demo: $(READY)
 	$(PY) -m mcore_patches.cli demo
 
 test: setup
-	$(PY) -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
+	$(PY) -m pytest -n $(WORKERS) --dist loadgroup $(ARGS)
 
 lint: $(READY)
 	$(VENV)/bin/ruff check .
