@@ -9,6 +9,7 @@ import torch
 
 import mcore_patches
 from mcore_patches.overlay.errors import DeclinedError
+from mcore_patches.patches import sparse_mla_nope
 
 pytestmark = pytest.mark.h100
 DV = 512
@@ -127,6 +128,16 @@ def test_ids_outside_are_masked(bad):
     expected = run(query, key, ids, 0.07)
     ids[:, :, 3] = bad
     assert torch.equal(run(query, key, ids, 0.07), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+def test_valid_ids_equals_eager(dtype):
+    ids = torch.randint(-300, 2500, (2, 33, 130), device="cuda", dtype=dtype)[:, ::2, 1:]
+    ids[0, 0, :3] = torch.tensor([torch.iinfo(dtype).max, torch.iinfo(dtype).min, 2199], device="cuda", dtype=dtype)
+    got = sparse_mla_nope.valid_ids(ids, 2200)
+    assert got.dtype is torch.int32
+    assert torch.equal(got.cpu(), sparse_mla_nope.valid_ids(ids.cpu(), 2200))
+    assert torch.equal(got.cpu().long(), torch.where((ids >= 0) & (ids < 2200), ids, -1).cpu().long())
 
 
 def test_forward_is_bit_exact_under_contention():

@@ -9,6 +9,7 @@ shapes. Upstream: NVIDIA/Megatron-LM#7617. Beyond it: any head count, and ids ou
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
@@ -110,9 +111,20 @@ def valid_ids(topk_indices: torch.Tensor, skv: int) -> torch.Tensor:
     """
     import torch
 
-    # Before the cast: an int64 id of 2**32 must not become 0. One launch each, and no scalar goes to the device.
+    # Before the cast: an int64 id of 2**32 must not become 0.
+    if topk_indices.is_cuda and not torch.compiler.is_compiling():
+        return _valid_ids_kernel()(topk_indices, skv=skv).to(torch.int32)
     ids = torch.threshold(topk_indices, -1, -1)
     return ids.masked_fill_(ids >= skv, -1).to(torch.int32)
+
+
+@functools.cache
+def _valid_ids_kernel() -> Callable[..., Any]:
+    """One launch in place of three, each of which costs the host 5 to 14 us: calls that need no padding feel it."""
+    import torch
+
+    code = "template <typename T> T valid_id(T id, T skv) { return id >= T(0) && id < skv ? id : T(-1); }"
+    return torch.cuda.jiterator._create_jit_fn(code, skv=0)
 
 
 def _runs_kernel(query: torch.Tensor) -> bool:
