@@ -98,14 +98,17 @@ class Engine:
     @contextlib.contextmanager
     def _exclusively(self) -> Iterator[None]:
         """One operation at a time. Modules whose import ended meanwhile are seen to when it is over."""
-        with self._lock:
-            outer, self._owner = self._owner, threading.get_ident()
-            try:
-                yield
-            finally:
-                self._owner = outer
-        if outer is None:
-            self._see_to_arrivals()
+        outermost = self._owner != threading.get_ident()
+        try:
+            with self._lock:
+                outer, self._owner = self._owner, threading.get_ident()
+                try:
+                    yield
+                finally:
+                    self._owner = outer
+        finally:
+            if outermost:
+                self._see_to_arrivals()
 
     @property
     def registry(self) -> Registry:
@@ -216,7 +219,11 @@ class Engine:
             forced = settings.force(self.registry.entries)
             row = self._row(entry, self._standing(entry, found, None, forced))
         if row.state is State.INERT or row.state not in {*IN_PLACE, State.UPSTREAM_FIXED}:
-            raise NotAppliedError(f"{patch_id} is {row.state}: {row.reason or 'call apply_patches() first'}")
+            hint = ""
+            if row.state is State.NOT_APPLIED:
+                refusal = settings.selection(self.registry.entries).refuses(patch_id)
+                hint = f"; {refusal or 'call apply_patches() first'}"
+            raise NotAppliedError(f"{patch_id} is {row.state}: {row.reason}{hint}")
         return row
 
     # Choosing --------------------------------------------------------------------------------------------------------

@@ -128,8 +128,8 @@ def _rewrite_assertions() -> None:
 def _preload(preload: str) -> None:
     """Make the imports of a family of tests.
 
-    plain: the overlay. torch: torch too. before-VERSION: all that the targets of the patches in that release bring in,
-    but nothing of megatron itself, which takes half a second then.
+    plain: the overlay. torch: torch and what our ops import too. before-VERSION: all that the targets of the patches
+    bring in, in that release, but nothing of megatron itself, which takes half a second then.
     """
     _rewrite_assertions()
     for module in ("pytest", "wrapt", "packaging.version", "importlib.metadata", "mcore_patches.overlay.engine"):
@@ -139,7 +139,8 @@ def _preload(preload: str) -> None:
     import warnings
 
     warnings.simplefilter("ignore")
-    importlib.import_module("torch")
+    for module in ("torch", "hypothesis", "mcore_patches.ops.sparse_mla"):
+        importlib.import_module(module)
     if preload.startswith("before-"):
         from tests import releases
 

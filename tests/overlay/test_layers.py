@@ -456,6 +456,25 @@ def test_two_threads_that_apply_everything_at_once(tmp_path):
 
 
 @isolated()
+def test_a_class_is_not_swapped(tmp_path):
+    tree = ops_tree(tmp_path, METHODS)
+    engine = engine_for(patch("swap", target(tree, f"{OPS}:Base")))
+    ops = module()
+    row = engine.apply()["swap"]
+    assert row.state is State.CONFLICT
+    assert "Base is a class; classes are changed in place" in row.reason
+    assert type(ops.Base) is type
+
+
+@isolated()
+def test_a_replacement_may_rely_on_a_class_and_a_constant(tmp_path):
+    tree = ops_tree(tmp_path, METHODS + "\n\nLIMIT = 3\n")
+    engine = engine_for(patch("methods", target(tree, f"{OPS}:Base.static", relies_on=("Sub", "LIMIT"))))
+    module()
+    assert engine.apply(strict=True)["methods"].state is State.APPLIED
+
+
+@isolated()
 def test_a_tree_without_the_second_target_changes_nothing(tmp_path):
     tree = Tree(tmp_path).write(OPS, OPS_TEXT).use()
     engine = engine_for(patch("both", target(tree), target(None, "megatron.core.absent:f", known=None)))

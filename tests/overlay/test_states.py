@@ -418,6 +418,14 @@ def test_require_applied_imports_the_target_of_a_pending_patch(tmp_path):
         engine.require("tenfold")
 
 
+@isolated(MCORE_PATCHES="off")
+def test_require_applied_says_that_the_environment_switched_it_off(tmp_path):
+    engine = engine_for(patch("tenfold", target(ops_tree(tmp_path))))
+    engine.apply()
+    with pytest.raises(NotAppliedError, match="NOT_APPLIED: lacks the fix; MCORE_PATCHES=off switches every patch off"):
+        engine.require("tenfold")
+
+
 @isolated()
 def test_require_applied_is_content_when_upstream_has_it(tmp_path):
     engine = engine_for(patch("tenfold", target(ops_tree(tmp_path), known="fixed")))
