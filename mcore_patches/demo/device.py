@@ -16,11 +16,11 @@ from mcore_patches.demo.outcome import DemoError
 
 @contextlib.contextmanager
 def training_device() -> Iterator[torch.device]:
-    """Megatron's model parallelism of size 1 on the device to train on, taken down afterwards."""
+    """Megatron's model parallelism of size 1 on the device to train on, taken down afterwards. One thread on a CPU."""
     if not torch.cuda.is_available():
         from mcore_patches.cpu.parallel import model_parallel
 
-        with model_parallel():
+        with model_parallel(), _one_thread():
             yield torch.device("cpu")
         return
     from mcore_patches.cpu.shim import package_stand_ins
@@ -30,11 +30,19 @@ def training_device() -> Iterator[torch.device]:
 
 
 def device_name(device: torch.device) -> str:
-    """For people: the GPU's name, or the CPU and its threads."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
+    """For people: the GPU's name, or CPU."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    # In models so small more threads mostly wait for each other: on two busy cores that took four times as long.
     threads = torch.get_num_threads()
-    return f"CPU with {threads} thread{'s' if threads > 1 else ''}"
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 @contextlib.contextmanager
