@@ -21,7 +21,7 @@ def row_backward(*, heads: int, kv_heads: int, dim: int, rows: int, block_size: 
     and ``delta [Tq, heads]`` fp32, ``scale`` on q . k.
     """
     group = heads // kv_heads
-    cols = -(-group // 8) * 8
+    cols = -(-group // 16) * 16  # dS is read along the heads, 16 at least
     entries = keys // block_size
     lanes = dim // 8
     tokens_per_pass = WARPGROUP // lanes

@@ -42,7 +42,8 @@ def union_backward(
     the row of ``partial``, ``step * keys + key``, that holds a token's sums from a slot's tile.
     """
     group = heads // kv_heads
-    vectors = rows * group
+    used = rows * group
+    vectors = max(used, 32)  # two warpgroups, 16 at least each: P and dS are read along the vectors
     entries = keys // block_size
     lanes = dim // 8
     tokens_per_pass = WARPGROUP // lanes
@@ -186,11 +187,11 @@ def union_backward(
                     for p in T.unroll(q_passes):
                         j = p * vectors_per_pass + tx // lanes
                         if j < vectors:
-                            row = tile * rows + j // group
+                            row = tile * rows + T.min(j // group, rows - 1)
                             head = g * group + j % group
                             live = T.alloc_var("bool")
                             live = False
-                            if row < tq:
+                            if j < used and row < tq:
                                 live = row_pos[row] >= 0
                             T.ptx_cp_async(
                                 T.access_ptr(q_shared[j, tx % lanes * 8], "w", 8),
@@ -208,7 +209,7 @@ def union_backward(
                     if tx < vectors:
                         lse_shared[tx] = 0
                         delta_shared[tx] = 0
-                        if tile * rows + tx // group < tq:
+                        if tx < used and tile * rows + tx // group < tq:
                             if row_pos[tile * rows + tx // group] >= 0:
                                 lse_shared[tx] = lse[tile * rows + tx // group, g * group + tx % group] * LOG2E
                                 delta_shared[tx] = delta[tile * rows + tx // group, g * group + tx % group]
@@ -262,7 +263,7 @@ def union_backward(
                     T.sync_threads(1, CONSUMERS)
                     for p in T.unroll(q_passes):
                         j = p * vectors_per_pass + tx // lanes
-                        if j < vectors and tile * rows + j // group < tq:
+                        if j < used and tile * rows + j // group < tq:
                             for e in T.vectorized(8):
                                 dq[tile * rows + j // group, g * group + j % group, tx % lanes * 8 + e] = q_shared[
                                     j, tx % lanes * 8 + e

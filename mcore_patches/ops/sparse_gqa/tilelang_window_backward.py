@@ -13,8 +13,8 @@ LOG2E = 1.4426950408889634
 WARPGROUP = 128
 WINDOW = 64
 # Two collecting warpgroups and a gathering one share the 504 registers a lane that 384 threads are launched with.
-CONSUMER_REGISTERS = 232
-PRODUCER_REGISTERS = 40
+CONSUMER_REGISTERS = 216
+PRODUCER_REGISTERS = 72
 
 
 def window_backward(*, heads: int, kv_heads: int, dim: int, rows: int, stages: int, dtype: str):
