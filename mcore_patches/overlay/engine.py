@@ -93,22 +93,15 @@ class Engine:
 
     def _reset_lock(self) -> None:
         self._lock = threading.RLock()
-        self._owner: int | None = None
 
     @contextlib.contextmanager
     def _exclusively(self) -> Iterator[None]:
         """One operation at a time. Modules whose import ended meanwhile are seen to when it is over."""
-        outermost = self._owner != threading.get_ident()
         try:
             with self._lock:
-                outer, self._owner = self._owner, threading.get_ident()
-                try:
-                    yield
-                finally:
-                    self._owner = outer
+                yield
         finally:
-            if outermost:
-                self._see_to_arrivals()
+            self._see_to_arrivals()
 
     @property
     def registry(self) -> Registry:
@@ -494,31 +487,19 @@ class Engine:
     def _imported(self, name: str) -> None:
         """Post-import hook. It never raises: the exception would come out of the user's import statement.
 
-        Where this thread is in the middle of an operation already (a patch's build() imports the target of another), or
-        another thread's operation does not end in time, the operation sees to the module when it is over.
+        Where another thread's operation does not end in time, that thread sees to the module when it is over.
         """
         self._hooked.discard(name)
         self._arrived.append(name)
-        if self._owner == threading.get_ident():
-            return
         with import_finished(name):
-            if self._lock.acquire(timeout=_HOOK_WAIT_SECONDS):
-                try:
-                    self._see_to_arrivals()
-                finally:
-                    self._lock.release()
-            self._see_to_arrivals()
+            self._see_to_arrivals(_HOOK_WAIT_SECONDS)
 
-    def _see_to_arrivals(self) -> None:
+    def _see_to_arrivals(self, patience: float = 0.0) -> None:
         # Whoever fails to get the lock leaves its module to the holder, which looks here again after releasing it.
-        while self._arrived and self._lock.acquire(blocking=False):
+        while self._arrived and self._lock.acquire(timeout=patience):
             try:
-                outer, self._owner = self._owner, threading.get_ident()
-                try:
-                    while self._arrived:
-                        self._see_to(self._arrived.popleft())
-                finally:
-                    self._owner = outer
+                while self._arrived:
+                    self._see_to(self._arrived.popleft())
             finally:
                 self._lock.release()
 
@@ -685,8 +666,9 @@ def _carry_out(plan: Callable[[], list[AnyChange]], prefixes: tuple[str, ...]) -
         changes = plan()
         for change in changes:
             change.build()
-        # build() imports modules, and one of those may have applied or reverted patches itself: then plan anew.
-        if not any(change.stale for change in changes):
+        # build() imports modules. One of those may be a target too, or apply or revert patches itself: then plan anew.
+        same = [change.key for change in plan()] == [change.key for change in changes]
+        if same and not any(change.stale for change in changes):
             layers.install(changes, prefixes)
             return changes
     raise OverlayError("building the replacement changes the target itself")

@@ -195,6 +195,26 @@ def test_a_build_that_imports_the_target_of_another_pending_patch(tmp_path):
     assert module().f.__mcore_patches__.ids == ("tenfold", "waits")
 
 
+@pytest.mark.parametrize("pending", [True, False])
+@isolated()
+def test_a_build_that_imports_another_target_of_its_own_patch(tmp_path, pending):
+    tree = ops_tree(tmp_path).write("megatron.core.late", OPS_TEXT)
+
+    def build(below):
+        importlib.import_module("megatron.core.late")
+        return times(10)(below)
+
+    engine = engine_for(patch("tenfold", target(tree, build=build), target(tree, "megatron.core.late:f")))
+    if pending:
+        assert engine.apply()["tenfold"].state is State.PENDING
+        module()
+    else:
+        module()
+        assert engine.apply(strict=True)["tenfold"].state is State.APPLIED
+    assert engine.status()["tenfold"].state is State.APPLIED
+    assert (module().f(1), module("megatron.core.late").f(1)) == (20, 20)
+
+
 @isolated()
 def test_a_build_that_applies_patches_itself(tmp_path):
     """Importing whatever build() needs may run code that calls apply_patches(), as a worker's module does."""
@@ -259,7 +279,7 @@ def test_a_hook_that_an_operation_waits_for_does_not_wait_forever(tmp_path):
     )
     module()
     engine.apply("late")
-    applying = threading.Thread(target=engine.apply)
+    applying = threading.Thread(target=engine.apply, args=("tenfold",))
     applying.start()
     assert building.wait(30)
     importlib.import_module("megatron.core.late")
@@ -397,7 +417,7 @@ def test_another_tool_wraps_the_replacement(tmp_path):
     ops = module()
     engine.apply("tenfold")
     ours = ops.f
-    theirs = monkey_patch(ops, wraps=True)
+    theirs = ops.kept_by_them = monkey_patch(ops, wraps=True)
     row = engine.status()["tenfold"]
     assert row.state is State.APPLIED, "functools.wraps copied our mark, but the layer below is ours still"
     assert "wraps the patched f" in row.reason
@@ -408,6 +428,7 @@ def test_another_tool_wraps_the_replacement(tmp_path):
     ops.f = ours
     assert engine.revert()["tenfold"].state is State.NOT_APPLIED
     assert ops.f(1) == 2
+    assert ops.kept_by_them is theirs, "it has a copy of our mark, and is theirs all the same"
 
 
 @isolated()
