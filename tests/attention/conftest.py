@@ -12,9 +12,16 @@ from mcore_patches.cpu import parallel
 
 
 @pytest.fixture(scope="module")
-def megatron() -> Iterator[None]:
-    """Model parallelism of one rank on a CPU, with the patch in place until the module's tests are done."""
-    with parallel.model_parallel(), mcore_patches.applied("qsa", strict=True):
+def one_rank() -> Iterator[None]:
+    """Model parallelism of one rank on a CPU, until the module's tests are done."""
+    with parallel.model_parallel():
+        yield
+
+
+@pytest.fixture
+def megatron(one_rank: None) -> Iterator[None]:
+    """The patch in place for one test."""
+    with mcore_patches.applied("qsa", strict=True):
         yield
 
 
