@@ -1,6 +1,6 @@
-"""The two tables of README.md that are made, not written: patches by release, and measured figures.
+"""The tables of README.md that are made, not written: patches by release, measured figures, QSA's fields and support.
 
-    python -m tests.readme_tables      # puts both into README.md, between their markers
+    python -m tests.readme_tables      # puts them into README.md, between their markers
 
 A table stands between `<!-- NAME: ARGUMENTS -->` and `<!-- /NAME -->`.
 """
@@ -13,10 +13,12 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from mcore_patches.attention.qsa import fields_markdown, support_matrix_markdown
 from tests import releases
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -95,11 +97,19 @@ def find(text: str, name: str) -> re.Match[str]:
     return match
 
 
+TABLES: dict[str, Callable[[list[str]], str]] = {
+    "releases": lambda _: releases_table(),
+    "figures": figures_table,
+    "qsa-fields": lambda _: fields_markdown(),
+    "qsa-support": lambda _: support_matrix_markdown(),
+}
+
+
 def renewed(text: str) -> str:
-    """README's text with both tables made anew."""
-    for name in ("releases", "figures"):
+    """README's text with all tables made anew."""
+    for name, made in TABLES.items():
         place = find(text, name)
-        table = releases_table() if name == "releases" else figures_table(place["arguments"].split())
+        table = made(place["arguments"].split())
         text = text[: place.start("table")] + f"{table}\n" + text[place.end("table") :]
     return text
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import importlib.util
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -15,11 +16,18 @@ import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec_for_backend
 from megatron.core.package_info import __version__
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.experimental_attention_variant.dsa import DSAIndexerLossLoggingHelper
 from torch import Tensor
 
 import mcore_patches
-from mcore_patches.attention.qsa import QSASelfAttention, freeze_backbone, inject_routes, record_routes
+from mcore_patches.attention.qsa import (
+    QSASelfAttention,
+    freeze_backbone,
+    inject_routes,
+    record_routes,
+    with_qsa_attention,
+)
 from mcore_patches.attention.qsa.indexer import QKNorm
 from mcore_patches.attention.qsa.loss import AttachIndexerLoss
 from mcore_patches.attention.qsa.routes import qsa_layers
@@ -244,6 +252,19 @@ def hybrid() -> Iterator[tuple[str, float]]:
     assert indexer_norm(outcomes[0]) > 0
     assert [value > 0 for value in outcomes[0].tracked] == [True, False, True, False]
     yield "hybrid, full recomputation", assert_equal(*outcomes)
+
+    stacks = importlib.import_module("megatron.core.models.hybrid.hybrid_layer_specs")
+    config = qsa_config()
+    stack = with_qsa_attention(stacks.hybrid_stack_spec, config, CpuBackend())
+    layer = stack.submodules.attention_layer.submodules
+    assert layer.self_attention.module is QSASelfAttention
+    assert layer.input_layernorm is CpuBackend().layer_norm()
+    assert stack.submodules.mlp_layer is stacks.hybrid_stack_spec.submodules.mlp_layer
+    assert stacks.hybrid_stack_spec.submodules.attention_layer.submodules.self_attention.module is SelfAttention
+    bare = dataclasses.replace(stack, submodules=None)
+    with pytest.raises(ValueError, match="the spec of HybridStack has no attention_layer to replace"):
+        with_qsa_attention(bare, config, CpuBackend())
+    yield "stack with QSA attention", 0.0
 
 
 class LinearStandIn(torch.nn.Module):

@@ -7,6 +7,7 @@ import dataclasses
 import inspect
 import pickle
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,9 +15,10 @@ import torch
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from mcore_patches.attention.qsa import freeze_backbone
-from mcore_patches.attention.qsa.config import FIELDS, STAGES
+from mcore_patches.attention.qsa.config import FIELDS, STAGES, fields_markdown
 from mcore_patches.attention.qsa.support import CHOICES, EXCLUDED, FEATURES, Setup, refusal, support_matrix_markdown
 from mcore_patches.cpu.models import gpt_config
+from tests import readme_tables
 from tests.attention.tiny import packed_params, qsa_config, qsa_layer, rotary_table, run_layer
 
 pytestmark = pytest.mark.usefixtures("megatron")
@@ -190,6 +192,12 @@ def test_excluded_combinations_are_refused_once_the_layout_is_known() -> None:
         == f"QSA does not support layout THD with CP > 1, all-gather with rotary multimodal: {EXCLUDED[0].why_not}"
     )
     assert refusal(Setup(qsa_config(mrope_section=[2, 1, 1]), "thd")) is None
+
+
+def test_readme_shows_the_fields_and_the_matrix() -> None:
+    text = (Path(__file__).parents[2] / "README.md").read_text()
+    assert readme_tables.find(text, "qsa-fields")["table"].strip() == fields_markdown()
+    assert readme_tables.find(text, "qsa-support")["table"].strip() == support_matrix_markdown()
 
 
 def test_markdown_has_every_choice_and_reason() -> None:

@@ -10,7 +10,7 @@ import torch
 from megatron.core.transformer.experimental_attention_variant.dsa import DSAIndexerLossLoggingHelper
 from torch import Tensor
 
-from mcore_patches.attention.qsa import attention, freeze_backbone, record_routes
+from mcore_patches.attention.qsa import attention, freeze_backbone, inject_routes, record_routes
 from mcore_patches.attention.qsa.layout import packed_layout
 from mcore_patches.attention.qsa.loss import training_loss
 from mcore_patches.attention.qsa.rope import rotations
@@ -119,6 +119,24 @@ def test_bfloat16_rounds_where_transformers_does() -> None:
     with torch.no_grad():
         expected = reference.forward(hidden, [13, 50, 33])
     assert relative_error(expected[same], out[same]) < 1e-2
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("bf16", 0.03), ("fp16", 0.004)], ids=["bf16", "fp16"])
+def test_half_precision_gradients_follow_those_of_fp32(dtype: str, tolerance: float) -> None:
+    """With the routes of the fp32 layer, as rounding would choose others."""
+    half = {"dtype": "bf16"} if dtype == "bf16" else {"fp16": True, "params_dtype": torch.float16}
+    layer, rounded = qsa_layer(qsa_config()), qsa_layer(qsa_config(**half))
+    hidden = torch.randn(96, 1, 64)
+    with record_routes(layer) as routes:
+        out = run_layer(layer, hidden, [13, 50, 33])
+    with inject_routes(rounded, routes):
+        half_out = run_layer(rounded, hidden.to(rounded.config.params_dtype), [13, 50, 33])
+    assert half_out.dtype is rounded.config.params_dtype
+    out.square().mean().backward()
+    half_out.float().square().mean().backward()
+    for name, grad in grads_of(layer).items():
+        bound = tolerance * (5 if name.startswith("indexer.") else 1)
+        assert relative_error(grad, rounded.get_parameter(name).grad) < bound, name
 
 
 @pytest.mark.parametrize("stage", ["sparse", "warmup"])

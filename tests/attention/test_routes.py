@@ -215,6 +215,21 @@ def test_recorded_routes_can_be_injected_again() -> None:
         assert relative_error(expected[name], grad) < 2e-6, name
 
 
+@pytest.mark.parametrize("fields", [FULL, CORE], ids=["full", "core"])
+def test_recomputation_replays_injected_routes(fields: dict[str, Any]) -> None:
+    batch = random_batch(1, 32, seed=7)
+    first_block = torch.where(torch.arange(32) < RATIO - 1, -1, 0)[:, None]
+    given = {1: [first_block], 2: [first_block]}
+    gradients = []
+    for recompute in ({}, fields):
+        model = _model(**recompute)
+        with inject_routes(model, given):
+            _loss(model, batch).backward()
+        gradients.append(full_gradients(model))
+    for name, gradient in gradients[0].items():
+        assert torch.equal(gradient, gradients[1][name]), name
+
+
 def test_injected_routes_decide_what_is_attended() -> None:
     """Blocks 0 and 1 for everyone: then later tokens hang on the first 8 tokens and their own tail only."""
     layer = qsa_layer(qsa_config())

@@ -13,6 +13,8 @@ _HOMES = {
     "FIELDS": "config",
     "QSASelfAttention": "attention",
     "QSAIndexer": "indexer",
+    "RouteError": "routes",
+    "fields_markdown": "config",
     "attention_weights_from_hf": "weights",
     "attention_weights_to_hf": "weights",
     "discard_saved_routes": "routes",

@@ -63,6 +63,13 @@ FIELDS = (
 )
 
 
+def fields_markdown() -> str:
+    """The table of fields for the README."""
+    lines = ["| field | default | meaning |", "| --- | --- | --- |"]
+    lines += [f"| `{field.name}` | `{field.default!r}` | {field.meaning} |" for field in FIELDS]
+    return "\n".join(lines)
+
+
 def uses_qsa(config: Any) -> bool:
     """Whether a config asks for QSA, in every layer (variant "qsa") or in those beside gated delta nets."""
     return getattr(config, "qsa_indexer_n_heads", None) is not None or config.experimental_attention_variant == VARIANT

@@ -113,6 +113,7 @@ CHOICES = (
                 c.recompute_granularity == "selective" and bool(_recomputes(c)) and "core_attn" not in _recomputes(c)
             )
         ),
+        note="megatron's own, outside the attention; wants Transformer Engine and so is not tested on a CPU",
     ),
     Choice("dtype", "fp32", _config(lambda c: not (c.bf16 or c.fp16 or c.fp8 or c.fp4))),
     Choice("dtype", "bf16", _config(lambda c: c.bf16 and not (c.fp8 or c.fp4))),
@@ -224,7 +225,7 @@ def refusal(setup: Setup) -> str | None:
 
 def support_matrix_markdown() -> str:
     """The support matrix for the README: axes and choices, excluded combinations, refused features."""
-    lines = ["| axis | choice | runs | |", "|---|---|---|---|"]
+    lines = ["| axis | choice | runs | why not, or a condition |", "| --- | --- | --- | --- |"]
     for choice in CHOICES:
         lines.append(
             f"| {choice.axis} | {choice.name} | {'no' if choice.why_not else 'yes'} | {choice.why_not or choice.note} |"
@@ -235,5 +236,5 @@ def support_matrix_markdown() -> str:
         lines.append(f"- {together}: {excluded.why_not}.")
     lines += ["", "Refused when the config is built:", ""]
     lines += [f"- {feature}: {why_not}." for feature, _, why_not in FEATURES]
-    lines += ["", "Inference, static or dynamic, is refused in the forward pass.", ""]
+    lines += ["", "Inference, static or dynamic, is refused in the forward pass."]
     return "\n".join(lines)
