@@ -272,7 +272,6 @@ class Engine:
                 if site.module is None and site.module_name:
                     try:
                         importlib.import_module(site.module_name)
-                        self._import_errors.pop(site.module_name, None)
                     except Exception as exc:
                         self._import_errors[site.module_name] = f"{site.module_name} raised {_said(exc)}"
 

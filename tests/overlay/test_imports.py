@@ -134,6 +134,18 @@ def test_a_target_that_its_module_deletes_again_does_not_loop_or_raise(tmp_path)
 
 
 @isolated()
+def test_a_target_that_its_module_deletes_again_takes_the_patch_off_the_others(tmp_path):
+    tree = ops_tree(tmp_path).write("megatron.core.late", OPS_TEXT)
+    engine = engine_for(patch("tenfold", target(tree), target(tree, "megatron.core.late:f")))
+    tree.write("megatron.core.late", OPS_TEXT + "\n\ndel f\n")
+    ops = module()
+    assert engine.apply()["tenfold"].state is State.PENDING
+    assert ops.f(1) == 20
+    module("megatron.core.late")
+    assert ops.f(1) == 2, "at the import already, without another call"
+
+
+@isolated()
 def test_applying_from_within_the_target_s_own_import(tmp_path):
     text = f"import tests.overlay.stubs as stubs\nstubs.engine.apply(strict=True)\n{OPS_TEXT}"
     tree = ops_tree(tmp_path, text)

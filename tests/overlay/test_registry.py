@@ -125,6 +125,18 @@ def test_an_id_that_is_taken_is_listed_under_another_name(tmp_path):
     assert ours.source == "mcore_patches"
 
 
+@pytest.mark.parametrize("word", ["all", "off"])
+@isolated()
+def test_words_of_the_switch_are_no_ids(tmp_path, word):
+    import mcore_patches
+
+    install(tmp_path, f"{word} = does_not_exist:PATCH\n")
+    (row,) = without_builtin_ids()
+    assert row.id == f"{word}@does_not_exist:PATCH"
+    assert "ModuleNotFoundError" in row.reason
+    mcore_patches.status()
+
+
 @isolated()
 def test_a_distribution_whose_entry_points_cannot_be_read(tmp_path):
     install(tmp_path, "theirs = their_patches:THEIRS\n")
