@@ -14,13 +14,15 @@ from typing import Any
 class Report:
     """What an assembled kernel takes.
 
-    shared_bytes: dynamic shared memory of a block. spilled: bytes of spill loads and stores. warnings: lines of ptxas
-    about performance that it gave up (C75xx).
+    shared_bytes: dynamic shared memory of a block. spilled: bytes of spill loads and stores. registers: of a thread at
+    entry. split: what each warp group asks for later (setmaxnreg). warnings: lines of ptxas about performance that it
+    gave up (C75xx).
     """
 
     shared_bytes: int
     spilled: int
     registers: int
+    split: tuple[int, ...]
     warnings: tuple[str, ...]
 
 
@@ -42,8 +44,9 @@ def compile_report(module: str, builder: str, arguments: dict[str, Any], arch: s
     messages = _assemble(artifact.kernel_source, arch, Path(tilelang.__file__).parent)
     spilled = sum(int(n) for n in re.findall(r"(\d+) bytes spill", messages))
     registers = max(int(n) for n in re.findall(r"Used (\d+) registers", messages))
+    split = tuple(int(n) for n in re.findall(r"warpgroup_reg_(?:alloc|dealloc)<(\d+)>", artifact.kernel_source))
     warnings = tuple(line for line in messages.splitlines() if "(C7" in line)
-    return Report(int(attributes.get("dyn_shared_memory_buf", 0)), spilled, registers, warnings)
+    return Report(int(attributes.get("dyn_shared_memory_buf", 0)), spilled, registers, split, warnings)
 
 
 def _assemble(code: str, arch: str, root: Path) -> str:

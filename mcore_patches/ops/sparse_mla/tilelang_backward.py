@@ -134,7 +134,7 @@ def backward_kernel(width: int, value_width: int, reduction: str, strided: bool 
             tx = T.get_thread_binding()
 
             if tx < 128:
-                T.set_max_nreg(240, 1)
+                T.set_max_nreg(232, 1)
                 T.tma_copy(Q[b, row, h0 : h0 + HB, :], q_shared, barrier=q_ready)
                 T.tma_copy(DOut[b, row, h0 : h0 + HB, :], do_shared, barrier=q_ready)
                 T.barrier_arrive(q_ready)

@@ -13,6 +13,10 @@ from torch import Tensor
 from mcore_patches.ops.device import Device, SparseMLADesign, describe, sparse_mla_design
 from mcore_patches.ops.jit import CACHE, Key, build_together, compile_kernel
 
+# The backward's registers were dealt anew after its last run on a GPU, where it waited for ever; remove this when
+# gpu_ci/test_sparse_mla_kernels.py has passed.
+UNPROVEN = 'these kernels have not passed gpu_ci/test_sparse_mla_kernels.py yet; backend="tilelang" runs them'
+
 VALUE_WIDTH = 512
 # Parts of dKV that the deterministic backward stores before it sums them.
 PARTS_BYTES = 2 * 2**30
