@@ -150,6 +150,7 @@ def one_process() -> Iterator[tuple[str, Any]]:
         yield from multi_token_prediction()
         yield from spec_functions()
         yield from stages()
+        yield from half_precision()
         if importlib.util.find_spec("megatron.core.models.hybrid") is not None:
             yield from hybrid()
 
@@ -350,6 +351,16 @@ def stages() -> Iterator[tuple[str, Any]]:
         with pytest.raises(ValueError, match="wrapped in DistributedDataParallel already"):
             freeze_backbone(wrapped)
     yield "guards", True
+
+
+def half_precision() -> Iterator[tuple[str, float]]:
+    """A bf16 model through DDP and schedule, with and without recomputation."""
+    expected = train({}, packed=True)
+    plain = train({"dtype": "bf16"}, packed=True)
+    assert abs(plain.loss - expected.loss) < 0.01 * expected.loss, (expected.loss, plain.loss)
+    for before, after in zip(expected.tracked, plain.tracked):
+        assert abs(before - after) < 0.1 * before, (expected.tracked, plain.tracked)
+    yield "bf16, full recomputation", assert_equal(plain, train({"dtype": "bf16", **FULL}, packed=True))
 
 
 # --- two and four processes -------------------------------------------------------------------------------------------

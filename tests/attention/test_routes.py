@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.tensor_parallel import random as checkpoints
 from torch import Tensor
 
 from mcore_patches.attention.qsa import attention, discard_saved_routes, freeze_backbone, inject_routes, record_routes
@@ -18,7 +17,19 @@ from mcore_patches.cpu.data import packed_batch, random_batch
 from mcore_patches.cpu.models import build_gpt
 from mcore_patches.cpu.parameters import full_gradients, seed_parameters
 from mcore_patches.cpu.training import schedule_step, wrap_with_ddp
-from tests.attention.tiny import CORE, FULL, RATIO, grads_of, qsa_config, qsa_layer, qsa_spec, relative_error, run_layer
+from tests.attention.tiny import (
+    CORE,
+    FULL,
+    RATIO,
+    grads_of,
+    packed_params,
+    qsa_config,
+    qsa_layer,
+    qsa_spec,
+    relative_error,
+    rotary_table,
+    run_layer,
+)
 
 pytestmark = pytest.mark.usefixtures("megatron")
 
@@ -133,7 +144,6 @@ def test_route_of_another_forward_pass_is_refused() -> None:
     ):
         loss.backward()
 
-    checkpoints._unset_checkpointing()  # megatron leaves it set when a recomputation fails
     discard_saved_routes(model)
     _loss(model, random_batch(1, 32, seed=2)).backward()
     assert all(len(layer.routes) == 0 for layer in qsa_layers(model))
@@ -269,6 +279,18 @@ def test_injected_routes_are_checked(ids: Tensor, error: type[Exception], messag
     layer = qsa_layer(qsa_config())
     with pytest.raises(error, match=message), inject_routes(layer, {1: [ids]}):
         run_layer(layer, torch.randn(8, 1, 64))
+
+
+def test_given_routes_of_padding_are_not_looked_at() -> None:
+    """A rollout's buffer holds anything behind its last token."""
+    layer = qsa_layer(qsa_config()).eval()
+    hidden, packed = torch.randn(12, 1, 64), packed_params([9], [12])
+    ids = torch.where(torch.arange(12) < RATIO - 1, -1, 0)[:, None]
+    ids[9:] = 7
+    with torch.no_grad(), inject_routes(layer, {1: [ids]}):
+        out, _ = layer(hidden, None, rotary_pos_emb=rotary_table(12, packed=True), packed_seq_params=packed)
+    assert (out[9:] == 0).all()
+    assert (out[:9].abs().amax(dim=2) > 0).all()
 
 
 def test_injection_counts_forward_passes() -> None:

@@ -125,9 +125,12 @@ class QSASelfAttention(SelfAttention):
             value = layout.to_rows(value)
 
         learns = self.training and torch.is_grad_enabled() and trains_indexer(self.config)
-        with torch.set_grad_enabled(learns):
-            q_idx, k_blocks = self._index(hidden_states, layout, rotation)
-        block_ids = None if warmup else self._route(q_idx, k_blocks, layout)
+        block_ids = None
+        if learns or not warmup:
+            with torch.set_grad_enabled(learns):
+                q_idx, k_blocks = self._index(hidden_states, layout, rotation)
+        if not warmup:
+            block_ids = self._route(q_idx, k_blocks, layout)
 
         with torch.set_grad_enabled(torch.is_grad_enabled() and not warmup):
             context, lse, keys = self._attend(query, key, value, block_ids, layout)
@@ -175,7 +178,7 @@ class QSASelfAttention(SelfAttention):
             check_backbone_frozen(self)
 
     def _own_heads(self, query: Tensor, key: Tensor, value: Tensor, gate: Tensor | None = None) -> tuple[Any, ...]:
-        # With more ranks than KV heads, 0.16 to 0.18 cut the query to this rank's heads but leave the gate whole.
+        # With more ranks than KV heads, 0.16 cuts the query to this rank's heads but leaves the gate whole.
         if gate is not None and gate.shape[2] != query.shape[2]:
             parts = gate.shape[2] // query.shape[2]
             gate = gate.chunk(parts, dim=2)[self.pg_collection.tp.rank() % parts]
@@ -241,7 +244,7 @@ class QSASelfAttention(SelfAttention):
                 layout.rows.pos,
                 layout.rows.block_start,
                 ratio=self.indexer.ratio,
-                topk=blocks_per_query(self.config),
+                topk=max(1, min(blocks_per_query(self.config), layout.most_blocks)),
             )
         if checkpointed:
             self.routes.save(ids, q_idx, layout)

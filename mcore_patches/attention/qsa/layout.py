@@ -50,6 +50,11 @@ class TokenLayout:
     def num_tokens(self) -> int:
         return self.all_rows.pos.shape[0]
 
+    @property
+    def most_blocks(self) -> int:
+        """No document has more blocks than this."""
+        return self.block_tokens.shape[0] // self.batch
+
     def to_rows(self, x: Tensor) -> Tensor:
         """[S, B, ...] to [T, ...], one sequence after the other."""
         return x.transpose(0, 1).flatten(0, 1)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from megatron.core.tensor_parallel.random import _unset_checkpointing
 from torch import Tensor
 
 from mcore_patches.attention.qsa.layout import TokenLayout
@@ -137,6 +138,7 @@ class LayerRoutes:
                 f"got {tuple(ids.shape)}"
             )
         mine = ids.to(layout.tokens.device).index_select(0, layout.tokens).to(torch.int32)
+        mine = mine.masked_fill(layout.rows.pos[:, None] < 0, -1)
         unseen = (mine >= complete_blocks(layout.rows.pos, ratio)[:, None]).any(dim=1)
         if unseen.any():
             row = int(unseen.int().argmax())
@@ -164,7 +166,11 @@ def qsa_layers(model: torch.nn.Module | Sequence[torch.nn.Module]) -> Iterator[Q
 
 
 def discard_saved_routes(model: torch.nn.Module | Sequence[torch.nn.Module]) -> None:
-    """Forget routes saved for recomputations that will not come, for instance after a failed step."""
+    """Forget routes saved for recomputations that will not come: after a failed step, or forward passes without one.
+
+    A recomputation that raises leaves megatron's flag for "inside a checkpoint" set; this resets it.
+    """
+    _unset_checkpointing()
     for layer in qsa_layers(model):
         layer.routes.discard()
 
