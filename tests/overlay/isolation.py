@@ -34,6 +34,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tests import releases
+
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_SECONDS = 300
 
@@ -76,6 +78,8 @@ class Zygote:
 
     def __init__(self, preload: str) -> None:
         environment = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "MCORE_PATCHES", "COV_"))}
+        if releases.FOLDER_VARIABLE in os.environ:
+            environment[releases.FOLDER_VARIABLE] = os.environ[releases.FOLDER_VARIABLE]
         environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
         for rank in ("RANK", "LOCAL_RANK"):
             environment.pop(rank, None)
@@ -142,8 +146,6 @@ def _preload(preload: str) -> None:
     for module in ("torch", "hypothesis", "mcore_patches.ops.sparse_mla"):
         importlib.import_module(module)
     if preload.startswith("before-"):
-        from tests import releases
-
         sys.path.insert(0, str(releases.path(preload.removeprefix("before-"))))
         ok, names = _in_child((f"{__name__}:third_party_modules", {}, {}))
         if not ok:
