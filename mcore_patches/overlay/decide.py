@@ -53,7 +53,7 @@ class Decider:
                 if site.module is None and site.module_name:
                     try:
                         importlib.import_module(site.module_name)
-                    except Exception as exc:
+                    except (Exception, SystemExit) as exc:
                         self._import_errors[site.module_name] = f"{site.module_name} raised {said(exc)}"
 
     def decide(
@@ -75,16 +75,19 @@ class Decider:
         sites = sites_of(patch, found)
         release = str(found) if found else "not found"
         in_range = found is not None and found.release in patch.releases
-        hint = "" if in_range or found is None else f"is for {patch.releases}, megatron-core is {release}: "
+        # A release that cannot be told is no reason to expect the target to be missing.
+        unknown = found is None or found.release is None
+        hint = "" if in_range or unknown else f"is for {patch.releases}, megatron-core is {release}: "
         if not sites:
             return Decision(State.OUT_OF_RANGE, f"is for {patch.releases}, megatron-core is {release}", sites)
+        # Before the text: the file of a running process may be gone or unreadable by now.
+        if all(s.stack is not None and patch.id in s.stack.ids for s in sites):
+            return Decision(State.ALREADY_APPLIED, _how_it_lies(patch, sites), sites)
         if broken := [s.broken for s in sites if s.broken]:
             return Decision(State.IMPORT_FAILED, "; ".join(broken), sites)
         if absent := [s.absent for s in sites if s.absent]:
             state = State.OUT_OF_RANGE if hint else State.TARGET_ABSENT
             return Decision(state, hint + "; ".join(dict.fromkeys(absent)), sites)
-        if all(s.stack is not None and patch.id in s.stack.ids for s in sites):
-            return Decision(State.ALREADY_APPLIED, _how_it_lies(patch, sites), sites)
         if missing := [m for m in (s.missing_live() for s in sites) if m]:
             return Decision(State.TARGET_ABSENT, "; ".join(missing), sites)
         if foreign := [f for f in (s.foreign() for s in sites) if f]:

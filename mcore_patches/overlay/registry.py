@@ -74,7 +74,7 @@ def _third_party(group: str, taken: set[str]) -> list[Entry]:
         try:
             patch = point.load()
         # A broken package of somebody else's must not take the overlay down with it, whatever it raises.
-        except Exception as exc:
+        except (Exception, SystemExit) as exc:
             errors.append(f"entry point {point.value} of {source} failed to load: {type(exc).__name__}: {exc}")
         if not errors and not isinstance(patch, Patch):
             kind = type(patch).__name__

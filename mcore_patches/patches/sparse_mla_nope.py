@@ -111,7 +111,9 @@ def valid_ids(topk_indices: torch.Tensor, skv: int) -> torch.Tensor:
     """
     import torch
 
-    # Before the cast: an int64 id of 2**32 must not become 0.
+    # Masked before the cast: an int64 id of 2**32 must not become 0. Narrower types cannot hold -1 and skv.
+    if topk_indices.dtype not in (torch.int32, torch.int64):
+        topk_indices = topk_indices.to(torch.int64)
     if topk_indices.is_cuda and not torch.compiler.is_compiling():
         return _valid_ids_kernel()(topk_indices, skv=skv).to(torch.int32)
     ids = torch.threshold(topk_indices, -1, -1)

@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from mcore_patches.attention.qsa import freeze_backbone
-from mcore_patches.attention.qsa.config import FIELDS, STAGES, fields_markdown
+from mcore_patches.attention.qsa.config import FIELDS, STAGES, fields_markdown, uses_qsa
 from mcore_patches.attention.qsa.support import CHOICES, EXCLUDED, FEATURES, Setup, refusal, support_matrix_markdown
 from mcore_patches.cpu.models import gpt_config
 from tests import readme_tables
@@ -92,6 +93,11 @@ def test_each_fault_has_one_clear_error(fields: dict[str, Any], message: str) ->
 def test_configs_without_qsa_are_left_alone() -> None:
     config = gpt_config(attention_dropout=0.5, qsa_indexer_kv_heads=7)
     assert config.qsa_indexer_n_heads is None
+
+
+def test_configs_without_attention_are_no_qsa() -> None:
+    """Megatron's schedules, which the patch wraps, also run models whose config knows no attention."""
+    assert not uses_qsa(ModelParallelConfig())
 
 
 REFUSED = {

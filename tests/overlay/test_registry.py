@@ -86,6 +86,7 @@ BROKEN = {
     "no_attribute": ("their_patches:MISSING", "failed to load: AttributeError"),
     "no_patch": ("their_patches:NOT_A_PATCH", "is int, not a mcore_patches.overlay.patch.Patch"),
     "raises": ("raises_on_import:PATCH", "failed to load: RuntimeError: no license"),
+    "exits": ("exits_on_import:PATCH", "failed to load: SystemExit: no GPU"),
 }
 
 
@@ -96,6 +97,7 @@ def test_a_broken_one_is_listed_with_its_error_and_harms_nobody(tmp_path, kind):
 
     value, message = BROKEN[kind]
     (tmp_path / "raises_on_import.py").write_text("raise RuntimeError('no license')\n")
+    (tmp_path / "exits_on_import.py").write_text("raise SystemExit('no GPU')\n")
     install(tmp_path, f"theirs = their_patches:THEIRS\n{kind} = {value}\n")
     row = mcore_patches.status()[kind]
     assert row.state is State.DISABLED

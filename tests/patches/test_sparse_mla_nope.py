@@ -536,3 +536,12 @@ def test_the_replacement_pickles_and_reaches_models_that_exist(tmp_path):
         assert caller(query, key, topk, 0.5, 512).shape == (2, 1, 3, 512)
     mcore_patches.revert()
     assert caller(query, key, topk, 0.5, 512) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int64, torch.bool], ids=str)
+def test_ids_of_any_integer_type_keep_their_values(dtype):
+    skv = 40_000
+    ids = torch.tensor([[[0, 1, 36, 86, 114, 9, 1, 0]]]).to(dtype)
+    got = sparse_mla_nope.valid_ids(ids, skv)
+    assert got.dtype is torch.int32
+    assert got.tolist() == ids.to(torch.int32).tolist()

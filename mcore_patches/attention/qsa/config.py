@@ -72,7 +72,10 @@ def fields_markdown() -> str:
 
 def uses_qsa(config: Any) -> bool:
     """Whether a config asks for QSA, in every layer (variant "qsa") or in those beside gated delta nets."""
-    return getattr(config, "qsa_indexer_n_heads", None) is not None or config.experimental_attention_variant == VARIANT
+    if getattr(config, "qsa_indexer_n_heads", None) is not None:
+        return True
+    # Schedules also run models whose config is a ModelParallelConfig, which has no attention.
+    return getattr(config, "experimental_attention_variant", None) == VARIANT
 
 
 def is_mixed(config: Any) -> bool:
