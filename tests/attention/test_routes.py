@@ -46,7 +46,7 @@ def _loss(model: Any, batch: Any) -> Tensor:
 
 
 class Selections:
-    """Counts selections and lets a second one of the same queries go another way, as ties on a GPU might."""
+    """Counts selections."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
 
@@ -155,6 +155,35 @@ def test_stale_routes_do_not_disturb_training() -> None:
         _loss(model, random_batch(1, 32, seed=1))
     _loss(model, random_batch(1, 32, seed=2)).backward()
     assert [len(layer.routes) for layer in qsa_layers(model)] == [1, 1]
+
+
+def test_stale_route_of_the_same_batch_is_not_taken() -> None:
+    """Log-probabilities in training mode, then an update: the recomputation must repeat the pass after the update."""
+    batch, gradients = random_batch(1, 64, seed=1), []
+    for fields in ({}, FULL):
+        model = _model(**fields)
+        torch.manual_seed(0)
+        with torch.no_grad():
+            _loss(model, batch)
+            for parameter in model.parameters():
+                parameter.add_(torch.randn_like(parameter) * parameter.abs().mean() * 0.02)
+        _loss(model, batch).backward()
+        gradients.append(full_gradients(model))
+    for name, gradient in gradients[0].items():
+        assert torch.equal(gradient, gradients[1][name]), name
+
+
+def test_equal_passes_with_different_given_routes_are_told_apart_or_refused() -> None:
+    token = torch.arange(32)
+    first = torch.where(token < 3, -1, 0)[:, None]
+    last = torch.where(token < 3, -1, (token + 1) // 4 - 1)[:, None]
+    model, batch = _model(**FULL), random_batch(1, 32, seed=1)
+    with inject_routes(model, {1: [first, last], 2: [first, last]}):
+        loss = _loss(model, batch) + _loss(model, batch)
+    # Layer 2 sees what layer 1 attended and can tell the passes apart; layer 1 cannot.
+    with pytest.raises(RouteError, match="QSA layer 1: 2 forward passes with the same index queries"):
+        loss.backward()
+    discard_saved_routes(model)
 
 
 @pytest.mark.parametrize("mode", ["evaluation", "training"])

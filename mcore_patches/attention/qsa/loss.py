@@ -15,7 +15,8 @@ class AttachIndexerLoss(torch.autograd.Function):
 
     The loss so enters the gradients without a place in the model's output. Its gradient is `scale`, what the schedule
     multiplies the main loss by: 1 over the microbatches (1 with calculate_per_token_loss) times the gradient scaler's
-    factor. Outside megatron's schedules it is 1.
+    factor. It is 1 until a schedule has run in this process, and stays what the last microbatch of a schedule set,
+    like the scales of megatron's own auxiliary losses: a loop without a schedule after one resets it to None.
     """
 
     scale: ClassVar[Tensor | None] = None

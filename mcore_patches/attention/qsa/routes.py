@@ -7,6 +7,7 @@ kernels round differently. The first pass saves its ids, the recomputation takes
 from __future__ import annotations
 
 import contextlib
+import math
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -40,12 +41,17 @@ class SavedRoute:
     cu_seqlens: Tensor
     sketch: Tensor
 
-    def belongs_to(self, shape: torch.Size, cu_seqlens: Tensor, sketch: Tensor) -> bool:
-        """Whether it was saved for these index queries. Waits for the device."""
+    def distance(self, shape: torch.Size, cu_seqlens: Tensor, sketch: Tensor) -> float:
+        """How far these index queries are from those it was saved for, relative; infinite if they are others.
+
+        Waits for the device.
+        """
         if self.shape != shape or self.cu_seqlens.shape != cu_seqlens.shape:
-            return False
-        close = torch.linalg.vector_norm(self.sketch - sketch) <= _TOLERANCE * torch.linalg.vector_norm(self.sketch)
-        return bool(close & (self.cu_seqlens == cu_seqlens).all())
+            return math.inf
+        apart = torch.linalg.vector_norm(self.sketch - sketch)
+        length = torch.linalg.vector_norm(self.sketch)
+        ours = (apart <= _TOLERANCE * length) & (self.cu_seqlens == cu_seqlens).all()
+        return float(torch.where(ours, apart / length.clamp_min(torch.finfo(length.dtype).tiny), math.inf))
 
 
 def sketch(q_idx: Tensor) -> Tensor:
@@ -86,19 +92,30 @@ class LayerRoutes:
         self._unsettled += 1
 
     def replay(self, q_idx: Tensor, layout: TokenLayout, layer: int) -> Tensor:
-        """Take the oldest route saved for these index queries out of the queue.
+        """Take the route that was saved for these index queries out of the queue.
 
-        Schedules recompute in the order of their forward passes, a sum of losses in reverse.
+        Schedules recompute in the order of their forward passes, a sum of losses in reverse, so the order tells
+        nothing: it is the route whose index queries are nearest. A pass that left its route behind before the weights
+        changed is farther away than the pass that is recomputed.
 
         Raises:
-            RouteError: there is none.
+            RouteError: there is none, or several are equally near and differ.
         """
         asked = (q_idx.shape, layout.cu_seqlens, sketch(q_idx))
-        for place, route in enumerate(self._saved):
-            if route.belongs_to(*asked):
-                del self._saved[place]
-                self._unsettled = min(self._unsettled, len(self._saved))
-                return route.ids
+        distances = [route.distance(*asked) for route in self._saved]
+        nearest = min(distances, default=math.inf)
+        if nearest < math.inf:
+            places = [place for place, distance in enumerate(distances) if distance == nearest]
+            route = self._saved[places[0]]
+            if any(not torch.equal(self._saved[place].ids, route.ids) for place in places[1:]):
+                raise RouteError(
+                    f"QSA layer {layer}: {len(places)} forward passes with the same index queries {tuple(q_idx.shape)} "
+                    f"attended different blocks, and the recomputation cannot tell which of them it repeats. Run the "
+                    f"backward pass of one before the forward pass of the next"
+                )
+            del self._saved[places[0]]
+            self._unsettled = min(self._unsettled, len(self._saved))
+            return route.ids
         waiting = ", ".join(str(tuple(route.shape)) for route in self._saved) or "none"
         raise RouteError(
             f"QSA layer {layer}: the recomputation of index queries {tuple(q_idx.shape)} in "
