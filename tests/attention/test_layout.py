@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -110,3 +111,30 @@ def test_zigzag_of_one_sequence() -> None:
     bounds = torch.tensor([0, 8], dtype=torch.int32)
     assert zigzag_tokens(bounds, 4, 0, 2).tolist() == [0, 1, 6, 7]
     assert zigzag_tokens(bounds, 4, 1, 2).tolist() == [2, 3, 4, 5]
+
+
+def _bounds(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"cu_seqlens_q": _bounds(0, 30, 20, 40)}, "must ascend from 0"),
+        ({"cu_seqlens_q": _bounds(5, 20, 40)}, "must ascend from 0"),
+        ({"cu_seqlens_q": _bounds(0, -4, 40)}, "must ascend from 0"),
+        ({"cu_seqlens_q": _bounds(0, 43)}, "end after the batch's 40 tokens"),
+        (
+            {"cu_seqlens_q": _bounds(0, 20, 40), "cu_seqlens_q_padded": _bounds(0, 10, 40)},
+            "cu_seqlens_q_padded must start at 0 and hold every document",
+        ),
+        ({"cu_seqlens_q": _bounds(0, 20, 40), "cu_seqlens_kv": _bounds(0, 10, 40)}, "must equal cu_seqlens_q"),
+        ({"cu_seqlens_q": _bounds(0, 20, 40), "cu_seqlens_kv": _bounds(0, 40)}, "differ: QSA is self-attention"),
+    ],
+    ids=lambda value: value.replace(" ", "_") if isinstance(value, str) else "",
+)
+def test_boundaries_that_describe_no_batch_are_refused(fields: dict[str, Any], message: str) -> None:
+    fields = {"cu_seqlens_kv": None, **fields}
+    packed = replace(packed_params([40]), **fields)
+    with pytest.raises((RuntimeError, ValueError), match=re.escape(message)):
+        packed_layout(packed, 40, RATIO, Rank(0, 1))

@@ -86,8 +86,9 @@ def packed_layout(packed: Any, num_rows: int, ratio: int, cp_group: dist.Process
 
     Raises:
         ValueError: no boundaries, or dynamic context parallelism.
-        RuntimeError: a document as laid out is not a multiple of twice the ranks. On CUDA it is a device-side
-            assertion.
+        RuntimeError: boundaries that do not ascend from 0, leave the batch, or differ between queries and keys; with
+            context parallelism a document that, as laid out, is not a multiple of twice the ranks. On CUDA these are
+            device-side assertions.
     """
     if packed.cu_seqlens_q is None:
         raise ValueError("packed_seq_params.cu_seqlens_q=None: QSA needs the cumulative lengths of the documents")
@@ -95,7 +96,31 @@ def packed_layout(packed: Any, num_rows: int, ratio: int, cp_group: dist.Process
         raise ValueError(
             f"packed_seq_params.local_cp_size={packed.local_cp_size}: QSA does not support dynamic context parallelism"
         )
+    _check_boundaries(packed, num_rows * cp_group.size())
     return _layout(packed.cu_seqlens_q, packed.cu_seqlens_q_padded, num_rows, 1, True, ratio, cp_group)
+
+
+def _check_boundaries(packed: Any, num_tokens: int) -> None:
+    """Refuse boundaries that describe no batch of `num_tokens` tokens. Never waits for the device."""
+    true, laid_out = packed.cu_seqlens_q, packed.cu_seqlens_q_padded
+    ascending = (true[0] == 0) & (true.diff() >= 0).all()
+    torch._assert_async(ascending, "packed_seq_params.cu_seqlens_q must ascend from 0")
+    if laid_out is None:
+        laid_out = true
+    else:
+        room = (laid_out[0] == 0) & (laid_out.diff() >= true.diff()).all()
+        torch._assert_async(room, "packed_seq_params.cu_seqlens_q_padded must start at 0 and hold every document")
+    torch._assert_async(
+        laid_out[-1] <= num_tokens, f"packed_seq_params: the documents end after the batch's {num_tokens} tokens"
+    )
+    keys = packed.cu_seqlens_kv
+    if keys is not None and keys is not true:
+        if keys.shape != true.shape:
+            raise ValueError(
+                f"packed_seq_params.cu_seqlens_kv {tuple(keys.shape)} and cu_seqlens_q {tuple(true.shape)} differ: "
+                f"QSA is self-attention"
+            )
+        torch._assert_async((keys == true).all(), "packed_seq_params.cu_seqlens_kv must equal cu_seqlens_q")
 
 
 def _layout(
