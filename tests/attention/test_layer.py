@@ -282,7 +282,7 @@ def test_own_block_is_not_forced() -> None:
     assert not own.all()
 
 
-@pytest.mark.parametrize("length", [2047, 2048, 2049, 2050, 2051, 2052, 2055, 2056])
+@pytest.mark.parametrize("length", range(2047, 2057))
 def test_rows_are_dense_up_to_the_budget_at_the_real_sizes(length: int) -> None:
     """Budget 2048, blocks of 4: row i is dense causal up to i = 2050, and holds 2048 to 2051 tokens from then on."""
     config = qsa_config(qsa_indexer_budget=2048, qsa_indexer_n_heads=2, qsa_indexer_head_dim=8)

@@ -14,7 +14,6 @@ import torch
 from mcore_patches.ops.device import SparseMLADesign, sparse_mla_design
 from tests.ops.compiling import Report, compile_report
 
-pytest.importorskip("tilelang")
 pytestmark = [
     pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc"),
     pytest.mark.xdist_group("compile_sparse_mla"),
