@@ -6,6 +6,7 @@ Import and apply are medians over fresh interpreters. Host time of a call is mea
 megatron's function and the replacement alternate on the same inputs with the kernel replaced by a stand-in that returns
 views, so that only what the overlay adds differs. One row: host time does not depend on how many there are, and on a
 CPU, where the padding itself is host time too, little else is measured.
+A CPU run masks ids by other operations than a CUDA run does: it says nothing of the launch that CUDA calls pay for.
 """
 
 from __future__ import annotations
