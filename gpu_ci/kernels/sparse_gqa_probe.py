@@ -10,6 +10,7 @@ again, together.
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import shutil
 import statistics
@@ -42,30 +43,28 @@ def result(line: str) -> None:
 # ---------------------------------------------------------------------------------------------- kernels
 
 
-def forward_tiles(variant: str):
-    from mcore_patches.ops.sparse_gqa import tilelang_kernels as kernels
+def kernels(variant: str = "k2v1x2", **backward: int):
+    """The kernels of the probe's shape, with a variant of the forward and changes to the backward's tiles."""
+    import torch
 
-    return replace(kernels.choose_tiles(HEADS, KV_HEADS), **FORWARD_VARIANTS[variant])
+    from mcore_patches.ops.sparse_gqa.design import sparse_gqa_design
+    from mcore_patches.ops.sparse_gqa.tilelang_kernels import Kernels, Shape
+
+    group = HEADS // KV_HEADS
+    design = sparse_gqa_design("sm_90a", 227 * 1024, torch.bfloat16, DIM, group, RATIO, TOPK)
+    design = replace(
+        design,
+        forward=replace(design.forward, **FORWARD_VARIANTS[variant]),
+        backward=replace(design.backward, **backward),
+    )
+    return Kernels(Shape("sm_90a", HEADS, KV_HEADS, DIM, RATIO, TOPK), design)
 
 
 def kernel_builders() -> dict[str, Callable[[], object]]:
-    import torch
-
-    from mcore_patches.ops.sparse_gqa import tilelang_kernels as kernels
-
-    arch, dtype = "sm_90a", torch.bfloat16
-    shape = (HEADS, KV_HEADS, DIM, dtype, TOPK, RATIO)
-    base, backward = forward_tiles("k2v1x2"), kernels.choose_backward_tiles(HEADS, KV_HEADS)
-    builders: dict[str, Callable[[], object]] = {
-        "plan": lambda: kernels.plan_kernel(TOPK, RATIO, base, arch),
-        "backward plan": lambda: kernels.plan_kernel(TOPK, RATIO, backward.union, arch),
-        "union forward": lambda: kernels.union_forward_kernel(*shape, base, arch),
-    }
-    for name in FORWARD_VARIANTS:
-        builders[f"row forward {name}"] = lambda name=name: kernels.row_forward_kernel(
-            *shape, forward_tiles(name), arch
-        )
-    return builders | {f"backward {n}": b for n, b in kernels.backward_kernels(*shape, backward, arch).items()}
+    builders = dict(kernels().named_builds())
+    for variant in FORWARD_VARIANTS:
+        builders[f"row_forward {variant}"] = kernels(variant).named_builds()["row_forward"]
+    return builders
 
 
 def section_build(name: str) -> None:
@@ -147,13 +146,13 @@ def reference_plan(ids, pos, start, rows: int, limit: int) -> list[dict[int, int
 
 
 def check_plan() -> dict[str, float]:
-    from mcore_patches.ops.sparse_gqa import tilelang_kernels as kernels
+    from mcore_patches.ops.sparse_gqa.tilelang_forward import Rows, make_plan
 
     _, _, _, _, ids, pos, start = packed_case([1, 3, 4, 41, 7, 130, 2, 3000, 61, 33], 1)
-    wrong = {}
-    for tiles in (forward_tiles("k2v1x2"), kernels.choose_backward_tiles(HEADS, KV_HEADS).union):
+    wrong, both = {}, kernels()
+    for name, tiles in (("plan", both.design.forward), ("backward_plan", both.design.backward.union)):
         for limit in (tiles.limit(TOPK), 560, 0):
-            plan = kernels.make_plan(ids, pos, start, RATIO, tiles, limit)
+            plan = make_plan(both, name, Rows(ids, pos, start), tiles, limit)
             count, first, info = plan.count.tolist(), plan.first.tolist(), plan.info.tolist()
             want = reference_plan(ids, pos, start, tiles.rows, limit)
             bad = 0
@@ -173,34 +172,35 @@ def check_attention(name: str) -> dict[str, float]:
     """Forward and backward against float64, with a limit that sends all tiles, none or some to the union kernels."""
     import torch
 
-    from mcore_patches.ops.sparse_gqa import tilelang_kernels as kernels
     from mcore_patches.ops.sparse_gqa.naive import sparse_gqa_naive
+    from mcore_patches.ops.sparse_gqa.tilelang_backward import backward
+    from mcore_patches.ops.sparse_gqa.tilelang_forward import Rows, forward, make_plan
 
     q, k, v, dout, ids, pos, start = packed_case([1, 3, 4, 41, 7, 130, 2, 2500, 61, 33], 2)
-    tiles, backward = forward_tiles("k2v1x2"), kernels.choose_backward_tiles(HEADS, KV_HEADS)
+    rows = Rows(ids, pos, start)
     # A scratch of few steps: several chunks.
-    backward = replace(backward, steps=1000, window_words=2**16)
-    most = tiles.limit(TOPK)
+    few = kernels(steps=1000, window_words=2**16)
+    most = few.design.forward.limit(TOPK)
     limit = {"row": 0, "union": most, "mixed": 560}[name.partition("_")[0]]
     q64, k64, v64 = (x.double().requires_grad_() for x in (q, k, v))
     want, want_lse = sparse_gqa_naive(q64, k64, v64, ids, pos, start, scale=SCALE, block_size=RATIO)
-    plan = kernels.make_plan(ids, pos, start, RATIO, tiles, limit)
+    plan = make_plan(few, "plan", rows, few.design.forward, limit)
     errors = {"shared": float((plan.count >= 0).float().mean())}
     if name.endswith("forward") or name == "mixed":
         for variant in FORWARD_VARIANTS if name == "row_forward" else ["k2v1x2"]:
-            arguments = (q, k, v, ids, pos, start, SCALE, RATIO)
-            out, lse = kernels.forward(*arguments, tiles=forward_tiles(variant), plan=plan)
+            arguments = (kernels(variant), q, k, v, rows, SCALE)
+            out, lse = forward(*arguments, limit=limit)
             torch.cuda.synchronize()
             errors |= {f"{variant} out": error(out, want), f"{variant} lse": error(lse, want_lse)}
-            again, _ = kernels.forward(*arguments, tiles=forward_tiles(variant), plan=plan)
+            again, _ = forward(*arguments, limit=limit)
             errors[f"{variant} replay"] = float(not torch.equal(out, again))
     if name.endswith("backward") or name == "mixed":
         grads = torch.autograd.grad(want, (q64, k64, v64), dout.double().nan_to_num(0.0))
-        arguments = (q, k, v, ids, pos, start, want.detach().bfloat16(), want_lse.float(), dout, SCALE, RATIO)
-        got = kernels.backward(*arguments, tiles=backward, limit=limit)
+        arguments = (few, q, k, v, rows, want.detach().bfloat16(), want_lse.float(), dout, SCALE)
+        got = backward(*arguments, limit=limit)
         torch.cuda.synchronize()
         errors |= {n: error(g, w) for n, g, w in zip(("dq", "dk", "dv"), got, grads)}
-        again = kernels.backward(*arguments, tiles=backward, limit=limit)
+        again = backward(*arguments, limit=limit)
         errors["replay"] = float(not all(torch.equal(a, b) for a, b in zip(got, again)))
     return errors
 
@@ -277,36 +277,30 @@ def section_time(tokens_text: str) -> None:
     import torch
 
     from gpu_ci.bench.selections import KINDS, block_selection, overlap
-    from mcore_patches.ops.sparse_gqa import tilelang_kernels as kernels
+    from mcore_patches.ops.sparse_gqa.tilelang_backward import backward as run_backward
+    from mcore_patches.ops.sparse_gqa.tilelang_forward import Rows
+    from mcore_patches.ops.sparse_gqa.tilelang_forward import forward as run_forward
 
     tokens = int(tokens_text)
     dense_forward, dense_both = dense_times(tokens)
     result(f"time T {tokens}: dense cuDNN forward {dense_forward:.2f} ms, forward + backward {dense_both:.2f} ms")
     pos = torch.arange(tokens, dtype=torch.int32, device="cuda")
-    rows = pos, torch.zeros_like(pos)
     q, dout = (torch.randn(tokens, HEADS, DIM, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     k, v = (torch.randn(tokens, KV_HEADS, DIM, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     for kind in KINDS:
         ids = block_selection(tokens, kind, topk=TOPK, block_size=RATIO)
         unions = {n: round(u, 2) for n, u in overlap(ids, 32)[1].items()}
+        rows = Rows(ids, pos, torch.zeros_like(pos))
         variants = ["k2v1x2"] if tokens != 65536 or kind != "random" else list(FORWARD_VARIANTS)
         try:
-            out, lse = kernels.forward(q, k, v, ids, *rows, SCALE, RATIO)
+            out, lse = run_forward(kernels(), q, k, v, rows, SCALE)
             forward_ms = float("inf")
             for variant in variants:
-                tiles = forward_tiles(variant)
-                ms = milliseconds(
-                    lambda tiles=tiles, ids=ids: kernels.forward(q, k, v, ids, *rows, SCALE, RATIO, tiles=tiles)
-                )
+                forward = functools.partial(run_forward, kernels(variant), q, k, v, rows, SCALE)
+                ms = milliseconds(forward)
                 result(f"time T {tokens} {kind} forward {variant}: {ms:.2f} ms, {ms / dense_forward:.3f} of dense")
                 forward_ms = min(forward_ms, ms)
-
-            def forward(ids=ids) -> object:
-                return kernels.forward(q, k, v, ids, *rows, SCALE, RATIO)
-
-            def backward(ids=ids, out=out, lse=lse) -> object:
-                return kernels.backward(q, k, v, ids, *rows, out, lse, dout, SCALE, RATIO)
-
+            backward = functools.partial(run_backward, kernels(), q, k, v, rows, out, lse, dout, SCALE)
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
             ms = milliseconds(backward, 2)

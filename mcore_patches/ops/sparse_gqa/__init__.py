@@ -3,6 +3,7 @@
 The attention of QSA (arXiv 2608.30320, Eq. 16-17).
 """
 
+import warnings
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from mcore_patches.ops.arguments import (
     verify_tokens,
 )
 from mcore_patches.ops.backend import kernel_module, resolve
+from mcore_patches.ops.jit import KernelBuildError
 from mcore_patches.ops.sparse_gqa.chunked import sparse_gqa_chunked
 from mcore_patches.ops.sparse_gqa.naive import sparse_gqa_naive
 
@@ -74,6 +76,7 @@ def sparse_gqa(
 
     Raises:
         TypeError, ValueError: an argument's type, dtype, shape, device or, when checked, value; or the backend.
+        KernelBuildError: backend="tilelang", and a kernel does not compile; "auto" warns and takes the chunked path.
     """
     _check(q, k, v, block_ids, row_pos, row_start, scale, block_size, deterministic, checked)
     if checked:
@@ -82,17 +85,21 @@ def sparse_gqa(
         if block_ids is not None:
             verify_distinct(_OP, block_ids, row_pos, block_size)
     tensors = (q, k, v, block_ids, row_pos, row_start)
-    match resolve_backend(*tensors, scale=scale, block_size=block_size, deterministic=deterministic, backend=backend):
-        case "naive":
-            return sparse_gqa_naive(*tensors, scale=scale, block_size=block_size)
-        case "chunked":
-            return sparse_gqa_chunked(*tensors, scale=scale, block_size=block_size, deterministic=deterministic)
-        case _:
-            kernels = kernel_module(_KERNELS)
-            assert kernels is not None
-            return kernels.sparse_gqa_tilelang(
-                *tensors, scale=scale, block_size=block_size, deterministic=deterministic
-            )
+    settings: dict[str, Any] = {"scale": scale, "block_size": block_size, "deterministic": deterministic}
+    chosen = resolve_backend(*tensors, **settings, backend=backend)
+    if chosen == "naive":
+        return sparse_gqa_naive(*tensors, scale=scale, block_size=block_size)
+    if chosen == "tilelang":
+        kernels = kernel_module(_KERNELS)
+        assert kernels is not None
+        try:
+            return kernels.sparse_gqa_tilelang(*tensors, **settings)
+        except KernelBuildError as error:
+            if backend == "tilelang":
+                raise
+            # From now on `supports` gives the same reason.
+            warnings.warn(f"{_OP} takes the chunked path: {error}", RuntimeWarning, stacklevel=2)
+    return sparse_gqa_chunked(*tensors, **settings)
 
 
 def supports(

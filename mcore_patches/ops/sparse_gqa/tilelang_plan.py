@@ -33,17 +33,17 @@ def _max_shared(element, value):
     T.evaluate(T.call_extern("int32", "atomicMax", T.address_of(element), value))
 
 
-def plan(*, rows: int, block_size: int, topk: int, keys: int, capacity: int, words: int):
+def plan(*, rows: int, block_size: int, keys: int, entries: int, words: int):
     """Build the kernel ``(block_ids, row_pos, row_start, row_count, count, first, info, limit)``.
 
-    ``block_ids [Tq, topk]``, ``row_pos [Tq]``, ``row_start [Tq]``; writes ``row_count [Tq]`` (leading ids that may be
+    ``block_ids [Tq, K]``, ``row_pos [Tq]``, ``row_start [Tq]``; writes ``row_count [Tq]`` (leading ids that may be
     valid), ``count [tiles]`` (entries, or -1), ``first [tiles, capacity]`` (an entry's first token) and
     ``info [tiles, capacity]`` (bit r: row r selected the block, bit 16 + r: it is row r's incomplete one); the last
     ``keys``-token step is filled with entries no row reads. A tile with a document of more than ``32 * words`` blocks
-    is not shared.
+    is not shared. ``limit`` must not pass ``entries``, nor, rounded up to whole steps, ``capacity``.
     """
     step = keys // block_size
-    tq, tiles = T.dynamic("tq"), T.dynamic("tiles")
+    tq, tiles, topk, capacity = T.dynamic("tq"), T.dynamic("tiles"), T.dynamic("topk"), T.dynamic("capacity")
 
     @T.prim_func
     def sparse_gqa_plan(
@@ -60,7 +60,7 @@ def plan(*, rows: int, block_size: int, topk: int, keys: int, capacity: int, wor
             bitmap = T.alloc_shared((words,), "int32")
             below = T.alloc_shared((words,), "int32")
             partial = T.alloc_shared((THREADS,), "int32")
-            mask = T.alloc_shared((capacity,), "int32")
+            mask = T.alloc_shared((entries,), "int32")
             start = T.alloc_shared((rows,), "int32")
             full = T.alloc_shared((rows,), "int32")
             tail = T.alloc_shared((rows,), "int32")
@@ -104,17 +104,17 @@ def plan(*, rows: int, block_size: int, topk: int, keys: int, capacity: int, wor
                     for w in T.serial(T.ceildiv(n_words - tx, THREADS)):
                         bitmap[w * THREADS + tx] = 0
                     T.sync_threads()
-                    for s in T.serial(T.ceildiv(rows * topk, THREADS)):
-                        r = (s * THREADS + tx) // topk
-                        c = (s * THREADS + tx) % topk
-                        if s * THREADS + tx < rows * topk and start[T.min(r, rows - 1)] == start[lead]:
-                            block = block_ids[tile * rows + r, c]
-                            if block >= 0 and block < full[r]:
-                                if block < blocks:
-                                    _or_shared(bitmap[block // 32], 1 << (block % 32))
-                                after = block_ids[tile * rows + r, T.min(c + 1, topk - 1)]
-                                if c == topk - 1 or after < 0 or after >= full[r]:
-                                    _max_shared(used[r], c + 1)
+                    for r in T.serial(rows):
+                        if start[r] == start[lead]:
+                            for s in T.serial(T.ceildiv(topk - tx, THREADS)):
+                                c = s * THREADS + tx
+                                block = block_ids[tile * rows + r, c]
+                                if block >= 0 and block < full[r]:
+                                    if block < blocks:
+                                        _or_shared(bitmap[block // 32], 1 << (block % 32))
+                                    after = block_ids[tile * rows + r, T.min(c + 1, topk - 1)]
+                                    if c == topk - 1 or after < 0 or after >= full[r]:
+                                        _max_shared(used[r], c + 1)
                     if tx < rows:
                         if start[tx] == start[lead] and tail[tx] > 0 and full[tx] < blocks:
                             _or_shared(bitmap[full[tx] // 32], 1 << (full[tx] % 32))
@@ -146,19 +146,18 @@ def plan(*, rows: int, block_size: int, topk: int, keys: int, capacity: int, wor
                                         bits = bits & (bits - 1)
                                         running += 1
                             T.sync_threads()
-                            for s in T.serial(T.ceildiv(rows * topk, THREADS)):
-                                r = (s * THREADS + tx) // topk
-                                c = (s * THREADS + tx) % topk
-                                if s * THREADS + tx < rows * topk and start[T.min(r, rows - 1)] == start[lead]:
-                                    block = block_ids[tile * rows + r, c]
-                                    if block >= 0 and block < full[r]:
-                                        _or_shared(
-                                            mask[
-                                                below[block // 32]
-                                                + _popc(bitmap[block // 32] & ((1 << (block % 32)) - 1))
-                                            ],
-                                            1 << r,
-                                        )
+                            for r in T.serial(rows):
+                                if start[r] == start[lead]:
+                                    for s in T.serial(T.ceildiv(topk - tx, THREADS)):
+                                        block = block_ids[tile * rows + r, s * THREADS + tx]
+                                        if block >= 0 and block < full[r]:
+                                            _or_shared(
+                                                mask[
+                                                    below[block // 32]
+                                                    + _popc(bitmap[block // 32] & ((1 << (block % 32)) - 1))
+                                                ],
+                                                1 << r,
+                                            )
                             if tx < rows:
                                 if start[tx] == start[lead] and tail[tx] > 0:
                                     _or_shared(

@@ -13,10 +13,10 @@ LOG2E = 1.4426950408889634
 WARPGROUP = 128
 
 
-def row_backward(*, heads: int, kv_heads: int, dim: int, rows: int, block_size: int, topk: int, dtype: str, keys: int):
+def row_backward(*, heads: int, kv_heads: int, dim: int, rows: int, block_size: int, dtype: str, keys: int):
     """Build the kernel ``(q, k, v, dout, block_ids, row_pos, row_start, row_count, count, lse, delta, dq, scale)``.
 
-    ``q``, ``dout`` and ``dq [Tq, heads, dim]``, ``k`` and ``v [Tk, kv_heads, dim]``, ``block_ids [Tq, topk]``,
+    ``q``, ``dout`` and ``dq [Tq, heads, dim]``, ``k`` and ``v [Tk, kv_heads, dim]``, ``block_ids [Tq, K]``,
     ``row_count [Tq]`` and ``count [tiles]`` from the plan (tiles with a count >= 0 are skipped), ``lse`` (natural log)
     and ``delta [Tq, heads]`` fp32, ``scale`` on q . k.
     """
@@ -27,7 +27,7 @@ def row_backward(*, heads: int, kv_heads: int, dim: int, rows: int, block_size: 
     tokens_per_pass = WARPGROUP // lanes
     passes = keys // tokens_per_pass
     q_passes = -(-cols * lanes // WARPGROUP)
-    tq, tk, tiles = T.dynamic("tq"), T.dynamic("tk"), T.dynamic("tiles")
+    tq, tk, tiles, topk = T.dynamic("tq"), T.dynamic("tk"), T.dynamic("tiles"), T.dynamic("topk")
     full_row = T.GemmWarpPolicy.FullRow
 
     @T.prim_func
@@ -46,7 +46,8 @@ def row_backward(*, heads: int, kv_heads: int, dim: int, rows: int, block_size: 
         dq: T.Tensor((tq, heads, dim), dtype),
         scale: T.float32,
     ):
-        with T.Kernel(kv_heads, tiles, threads=2 * WARPGROUP) as (g, tile):
+        with T.Kernel(tiles * kv_heads, threads=2 * WARPGROUP) as program:
+            tile, g = program // kv_heads, program % kv_heads
             T.annotate_min_blocks_per_sm(2)
             q_shared = T.alloc_shared((cols, dim), dtype)
             do_shared = T.alloc_shared((cols, dim), dtype)

@@ -22,7 +22,6 @@ def row_forward(
     dim: int,
     rows: int,
     block_size: int,
-    topk: int,
     dtype: str,
     keys: int,
     k_stages: int,
@@ -31,7 +30,7 @@ def row_forward(
 ):
     """Build the kernel ``(q, k, v, block_ids, row_pos, row_start, row_count, count, out, lse, scale_log2e)``.
 
-    ``q [Tq, heads, dim]``, ``k`` and ``v [Tk, kv_heads, dim]``, ``block_ids [Tq, topk]``, ``row_count [Tq]``: how many
+    ``q [Tq, heads, dim]``, ``k`` and ``v [Tk, kv_heads, dim]``, ``block_ids [Tq, K]``, ``row_count [Tq]``: how many
     leading ids may be valid, ``count [tiles]``: tiles with a count >= 0 belong to the union kernel and are skipped
     here.
     """
@@ -43,7 +42,7 @@ def row_forward(
     passes = keys // tokens_per_pass
     q_passes = -(-cols * lanes // WARPGROUP)
     o_passes = -(-group * lanes // WARPGROUP)
-    tq, tk, tiles = T.dynamic("tq"), T.dynamic("tk"), T.dynamic("tiles")
+    tq, tk, tiles, topk = T.dynamic("tq"), T.dynamic("tk"), T.dynamic("tiles"), T.dynamic("topk")
 
     @T.prim_func
     def sparse_gqa_row_forward(
@@ -59,7 +58,8 @@ def row_forward(
         lse: T.Tensor((tq, heads), "float32"),
         scale: T.float32,
     ):
-        with T.Kernel(kv_heads, tiles, threads=2 * WARPGROUP) as (g, tile):
+        with T.Kernel(tiles * kv_heads, threads=2 * WARPGROUP) as program:
+            tile, g = program // kv_heads, program % kv_heads
             T.annotate_min_blocks_per_sm(blocks_per_sm)
             q_shared = T.alloc_shared((cols, dim), dtype)
             k_shared = T.alloc_shared((k_stages, keys, dim), dtype)

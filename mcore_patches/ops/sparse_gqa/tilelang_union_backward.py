@@ -27,7 +27,6 @@ def union_backward(
     dim: int,
     rows: int,
     block_size: int,
-    capacity: int,
     dtype: str,
     keys: int,
     slots: int,
@@ -55,7 +54,8 @@ def union_backward(
     by_channels = half % 64 == 0
     dq_channels, dq_vectors = (half, vectors) if by_channels else (dim, half_vectors)
     k_stages = 2
-    tq, tk, tiles, chunks, steps_kept = (T.dynamic(n) for n in ("tq", "tk", "tiles", "chunks", "steps_kept"))
+    names = ("tq", "tk", "tiles", "capacity", "chunks", "steps_kept")
+    tq, tk, tiles, capacity, chunks, steps_kept = (T.dynamic(n) for n in names)
 
     @T.macro
     def consume(

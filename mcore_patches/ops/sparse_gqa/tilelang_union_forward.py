@@ -26,7 +26,6 @@ def union_forward(
     dim: int,
     rows: int,
     block_size: int,
-    capacity: int,
     dtype: str,
     keys: int,
     stages: int,
@@ -47,7 +46,7 @@ def union_forward(
     passes = keys // tokens_per_pass
     q_rows_per_pass = consumers // lanes
     q_passes = tile_rows // q_rows_per_pass
-    tq, tk, tiles = T.dynamic("tq"), T.dynamic("tk"), T.dynamic("tiles")
+    tq, tk, tiles, capacity = T.dynamic("tq"), T.dynamic("tk"), T.dynamic("tiles"), T.dynamic("capacity")
     full_row = T.GemmWarpPolicy.FullRow
 
     @T.prim_func
@@ -63,7 +62,8 @@ def union_forward(
         lse: T.Tensor((tq, heads), "float32"),
         scale: T.float32,
     ):
-        with T.Kernel(kv_heads, tiles, threads=consumers + WARPGROUP) as (g, tile):
+        with T.Kernel(tiles * kv_heads, threads=consumers + WARPGROUP) as program:
+            tile, g = program // kv_heads, program % kv_heads
             q_shared = T.alloc_shared((tile_rows, dim), dtype)
             k_shared = T.alloc_shared((stages, keys, dim), dtype)
             v_shared = T.alloc_shared((stages, keys, dim), dtype)

@@ -49,7 +49,8 @@ def window_backward(*, heads: int, kv_heads: int, dim: int, rows: int, stages: i
         row0: T.int32,
         scale: T.float32,
     ):
-        with T.Kernel(kv_heads, windows, threads=3 * WARPGROUP) as (g, w):
+        with T.Kernel(windows * kv_heads, threads=3 * WARPGROUP) as program:
+            w, g = program // kv_heads, program % kv_heads
             k_shared = T.alloc_shared((WINDOW, dim), dtype)
             v_shared = T.alloc_shared((WINDOW, dim), dtype)
             q_shared = T.alloc_shared((stages, vectors, dim), dtype)

@@ -15,13 +15,13 @@ THREADS = 256
 WARPS = THREADS // 32
 
 
-def mark_windows(*, rows: int, block_size: int, topk: int):
+def mark_windows(*, rows: int, block_size: int):
     """Build the kernel ``(block_ids, row_pos, row_start, row_count, count, bits, row0)``.
 
     Sets, in the zeroed ``bits [words, chunk]``, bit t of ``bits[w, i]`` where row ``row0 + i`` attends token ``32 w +
     t``. ``row_count [Tq]`` and ``count [tiles]`` come from the plan: rows of tiles with a count >= 0 set nothing.
     """
-    tq, tiles, words, chunk = T.dynamic("tq"), T.dynamic("tiles"), T.dynamic("words"), T.dynamic("chunk")
+    tq, topk, tiles, words, chunk = (T.dynamic(n) for n in ("tq", "topk", "tiles", "words", "chunk"))
 
     @T.prim_func
     def sparse_gqa_mark_windows(

@@ -1,0 +1,112 @@
+"""Which kernels sparse GQA takes on a GPU and how they cut a shape. Pure functions of plain values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from mcore_patches.ops.device import HOPPER, HOPPER_SHARED_BYTES
+
+DIMS = (64, 128, 256)
+# Rows of the backward's steps times heads must be a multiple of 16, the least reduction of a matrix product.
+GROUPS = (1, 2, 3, 4, 6, 8, 12, 16)
+# Whole blocks make up a step of keys, and one block of tokens has its bits in two neighbouring words.
+BLOCK_SIZES = (1, 2, 4, 8, 16)
+MASK_BITS = 16  # rows of a tile: a word holds who selected a block and whose incomplete one it is
+PLAN_THREADS = 256
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """How a shape is cut. rows: query rows of a tile; keys: tokens of a step; share: largest union worth sharing, in
+    rows; words: bits of the plan's bitmap, in words of 32 blocks of a document."""
+
+    rows: int
+    keys: int = 64
+    stages: int = 2
+    k_stages: int = 2
+    v_stages: int = 1
+    blocks_per_sm: int = 2
+    share: float = 4.0
+    words: int = 8192
+
+    def limit(self, topk: int) -> int:
+        """Entries of the largest union that is shared."""
+        return int(self.share * (topk + 1))
+
+    def capacity(self, topk: int, block_size: int) -> int:
+        """Entries that a tile's list can hold: the limit, rounded up to whole steps."""
+        step = self.keys // block_size
+        return -(-self.limit(topk) // step) * step
+
+    def plan_shared_bytes(self, topk: int, block_size: int) -> int:
+        """Shared memory of the plan kernel: bitmap, its prefix sums, a mask for every entry, and a few words a row."""
+        return 4 * (2 * self.words + self.capacity(topk, block_size) + PLAN_THREADS + 8 * MASK_BITS)
+
+
+@dataclass(frozen=True)
+class BackwardTiles:
+    """How the backward cuts a shape.
+
+    union: tiles of rows that share blocks; window_rows, window_stages: rows of a step of the window kernel, and steps
+    in shared memory; steps: steps of 64 keys whose partial sums the scratch holds; slots: most tiles of a chunk;
+    window_words: most words of the (window, row) bits held at once.
+    """
+
+    union: Tiles
+    window_rows: int
+    window_stages: int
+    steps: int = 16384
+    slots: int = 512
+    window_words: int = 2**27
+
+
+@dataclass(frozen=True)
+class Design:
+    """The tiles of both directions."""
+
+    forward: Tiles
+    backward: BackwardTiles
+
+
+def sparse_gqa_design(
+    arch: str, shared_bytes: int, dtype: torch.dtype, dim: int, group: int, block_size: int, topk: int
+) -> Design | str:
+    """The kernels' tiles for a GPU, a head width, query heads a KV head and a selection, or why there are none."""
+    if dtype != torch.bfloat16:
+        return f"q, k and v must be bfloat16, got {str(dtype).removeprefix('torch.')}"
+    if dim not in DIMS:
+        return f"the head width must be one of {_spell(DIMS)}, got {dim}"
+    if group not in GROUPS:
+        return f"query heads a KV head must be one of {_spell(GROUPS)}, got {group}"
+    if block_size not in BLOCK_SIZES:
+        return f"block_size must be one of {_spell(BLOCK_SIZES)}, got {block_size}"
+    if arch != HOPPER or shared_bytes < HOPPER_SHARED_BYTES:
+        needs = f"{HOPPER} with {HOPPER_SHARED_BYTES} bytes of shared memory a block"
+        return f"the kernels are written for {needs}, this is {arch} with {shared_bytes}"
+    design = Design(_forward_tiles(group), _backward_tiles(group))
+    needed = max(t.plan_shared_bytes(topk, block_size) for t in (design.forward, design.backward.union))
+    if needed > shared_bytes:
+        return f"lists of {topk} blocks a row need {needed} bytes of shared memory, a block may have {shared_bytes}"
+    return design
+
+
+def _spell(values: tuple[int, ...]) -> str:
+    return ", ".join(map(str, values))
+
+
+def _forward_tiles(group: int) -> Tiles:
+    """As many rows as fit 128 matrix rows, at most one mask bit each."""
+    return Tiles(rows=min(MASK_BITS, 128 // group))
+
+
+def _backward_tiles(group: int) -> BackwardTiles:
+    """A union step holds Q and dO of at most 96 vectors (48 KiB each at 256 channels) beside two stages of K and one of
+    V; a window step at most 64, beside a window of K and V. Both counts are reduction widths: multiples of 16.
+    """
+    union_rows = max(r for r in range(1, MASK_BITS + 1) if r * group <= 96 and r * group % 16 == 0)
+    window_rows = max(r for r in range(1, 65) if r * group <= 64 and r * group % 16 == 0)
+    return BackwardTiles(
+        union=Tiles(rows=union_rows), window_rows=window_rows, window_stages=3 if window_rows * group <= 48 else 2
+    )
