@@ -24,12 +24,16 @@ from mcore_patches.overlay.versions import Installed
 
 @dataclass(frozen=True)
 class Decision:
-    """What is to become of a patch, and the sites that it was read from. APPLIED means: go ahead."""
+    """What is to become of a patch, and the sites that it was read from. APPLIED means: go ahead.
+
+    live: those whose live object was examined; the import of another may have ended meanwhile.
+    """
 
     state: State
     reason: str
     sites: tuple[Site, ...] = ()
     forced: bool = False
+    live: tuple[Site, ...] = ()
 
 
 class Decider:
@@ -66,13 +70,16 @@ class Decider:
         in_time: bool = False,
     ) -> Decision:
         """planned: ids to be taken for being in place. in_time: the patch went on before any instance existed."""
-        decision = self._decide_by_targets(patch, found, forced)
+        sites = sites_of(patch, found)
+        live = tuple(s for s in sites if s.module is not None)
+        decision = replace(self._decide_by_targets(patch, sites, found, forced), live=live)
         if decision.state is not State.APPLIED:
             return decision
         return self._decide_by_surroundings(patch, decision, found, planned, in_time)
 
-    def _decide_by_targets(self, patch: Patch, found: Installed | None, forced: bool) -> Decision:
-        sites = sites_of(patch, found)
+    def _decide_by_targets(
+        self, patch: Patch, sites: tuple[Site, ...], found: Installed | None, forced: bool
+    ) -> Decision:
         release = str(found) if found else "not found"
         in_range = found is not None and found.release in patch.releases
         # A release that cannot be told is no reason to expect the target to be missing.
@@ -111,7 +118,9 @@ class Decider:
         failed = [e for s in sites if s.module is None and (e := self._import_errors.get(s.module_name or ""))]
         if failed:
             return Decision(State.IMPORT_FAILED, "; ".join(failed), sites)
-        if patch.probe is not None and all(s.module is not None for s in sites):
+        if patch.probe is not None and (waiting := [s.module_name for s in sites if s.module is None]):
+            text = f"{text}; no probe ran, for the import of {', '.join(map(str, waiting))} has not ended"
+        elif patch.probe is not None:
             try:
                 finding = patch.probe(probing(sites))
                 detail, fixed = finding.detail, finding.fixed
@@ -160,7 +169,8 @@ class Decider:
         entry = self._entries.get(patch_id)
         if entry is None or entry.patch is None:
             return False
-        return self._decide_by_targets(entry.patch, found, False).state is State.UPSTREAM_FIXED
+        sites = sites_of(entry.patch, found)
+        return self._decide_by_targets(entry.patch, sites, found, False).state is State.UPSTREAM_FIXED
 
 
 def sites_of(patch: Patch | None, found: Installed | None) -> tuple[Site, ...]:

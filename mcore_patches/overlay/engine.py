@@ -16,7 +16,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any
 
-from mcore_patches.overlay import layers, settings
+from mcore_patches.overlay import imports, layers, settings
 from mcore_patches.overlay.counters import Counters
 from mcore_patches.overlay.decide import Decider, Decision, said, sites_of, what_it_lacks
 from mcore_patches.overlay.errors import NotAppliedError, NotRevertedError, OverlayError, SettingsError
@@ -25,7 +25,7 @@ from mcore_patches.overlay.outcomes import Outcome, Speaker, report_of, row_of
 from mcore_patches.overlay.patch import IN_PLACE, Patch, State
 from mcore_patches.overlay.registry import Entry, Registry
 from mcore_patches.overlay.report import Report, Row
-from mcore_patches.overlay.sites import Site, import_finished, stray_change
+from mcore_patches.overlay.sites import Site, stray_change
 from mcore_patches.overlay.versions import Installed, installed
 
 log = logging.getLogger("mcore_patches")
@@ -36,7 +36,7 @@ _HOOK_WAIT_SECONDS = 5.0
 
 @dataclass
 class _Pending:
-    """A patch in place on the targets that are imported, waiting for the others."""
+    """A patch in place on the targets whose modules have run, waiting for the imports of some to end."""
 
     forced: bool
     prefixes: tuple[str, ...]
@@ -51,7 +51,7 @@ class Engine:
         self._registry: Registry | None = None
         self._overlay_version = overlay_version
         self._pending: dict[str, _Pending] = {}
-        self._hooked: set[str] = set()
+        self._followed: set[str] = set()
         self._failed: dict[str, tuple[State, str]] = {}
         self._counters: dict[str, Counters] = {}
         self._speaker = Speaker()
@@ -256,7 +256,7 @@ class Engine:
     def _put_on(
         self, patch: Patch, decision: Decision, prefixes: tuple[str, ...], changes: list[AnyChange]
     ) -> set[str]:
-        """Put the patch's layers on every imported target, all or none, and hook the others' imports. Returns those."""
+        """Put the patch's layers on every live target, all or none. Returns the modules whose imports it waits for."""
         note = decision.reason if decision.forced else ""
 
         def with_layer(site: Site) -> AnyChange | None:
@@ -265,13 +265,16 @@ class Engine:
                 return None
             return site.change((*present, Layer(patch.id, site.target, self._counters[patch.id], note)))
 
-        changes += _carry_out(lambda: [c for s in decision.sites if (c := with_layer(s))], prefixes)
-        waiting = {s.module_name for s in decision.sites if s.module is None and s.module_name}
+        if len(decision.live) < len(decision.sites):
+            importlib.import_module("wrapt")  # if it is missing, that must show before anything is changed
+        changes += _carry_out(lambda: [c for s in decision.live if (c := with_layer(s))], prefixes)
+        # While an import has not ended it may fail, also after the module's code, and be tried again.
+        done = [s for s in decision.live if s.stack and patch.id in s.stack.ids and not s.underway]
+        waiting = {s.module_name for s in decision.sites if s.module_name and s not in done}
         if waiting:
             self._pending[patch.id] = _Pending(decision.forced, prefixes, waiting)
-            for site in decision.sites:
-                if site.module_name in waiting and not site.underway:
-                    self._hook(site.module_name)
+            for name in waiting:
+                self._follow(name)
         else:
             self._pending.pop(patch.id, None)
         return waiting
@@ -313,23 +316,19 @@ class Engine:
 
     # After imports ---------------------------------------------------------------------------------------------------
 
-    def _hook(self, module: str) -> None:
-        if module in self._hooked:
-            return
-        import wrapt
-
-        self._hooked.add(module)
-        wrapt.register_post_import_hook(lambda _: self._imported(module), module)
+    def _follow(self, module: str) -> None:
+        if module not in self._followed:
+            self._followed.add(module)
+            imports.follow(module, lambda: self._imported(module))
 
     def _imported(self, name: str) -> None:
-        """Post-import hook. It never raises: the exception would come out of the user's import statement.
+        """Called by the importing thread. It never raises: the exception would come out of the user's import statement.
 
         Where another thread's operation does not end in time, that thread sees to the module when it is over.
         """
-        self._hooked.discard(name)
+        self._followed.discard(name)
         self._arrived.append(name)
-        with import_finished(name):
-            self._see_to_arrivals(_HOOK_WAIT_SECONDS)
+        self._see_to_arrivals(_HOOK_WAIT_SECONDS)
 
     def _see_to_arrivals(self, patience: float = 0.0) -> None:
         # Whoever fails to get the lock leaves its module to the holder, which looks here again after releasing it.
@@ -360,13 +359,10 @@ class Engine:
         prefixes = pending.prefixes
         try:
             decision = self._decider.decide(patch, found, pending.forced, in_time=True)
-            if decision.state is State.APPLIED:
+            if decision.state in (State.APPLIED, State.ALREADY_APPLIED):
                 self._put_on(patch, decision, prefixes, changes)
                 _note_unreachable(changes)
                 self._failed.pop(patch.id, None)
-                return
-            if decision.state is State.ALREADY_APPLIED:
-                self._pending.pop(patch.id, None)
                 return
             failure: tuple[State, str] = (decision.state, decision.reason)
         except Exception as exc:
@@ -426,10 +422,10 @@ class Engine:
         placed = [s.target.qualname for s in decision.sites if s.stack and entry.id in s.stack.ids]
         partly = f"in place on {', '.join(placed)} only" if placed else ""
         if pending is not None and decision.state is State.APPLIED:
-            waiting = sorted({s.module_name or "" for s in decision.sites if s.module is None})
-            reason = f"waits for the import of {', '.join(waiting)}" if waiting else "apply_patches() goes on with it"
-            if underway := sorted({s.module_name or "" for s in decision.sites if s.underway}):
-                reason += f" ({', '.join(underway)} is under way; call apply_patches() again after it)"
+            waiting = {f"{s.module_name}{' (under way)' * s.underway}" for s in decision.sites if s.module is None}
+            reason = f"waits for the import of {', '.join(sorted(waiting))}"
+            if not waiting:
+                reason = "apply_patches() goes on with it"
             return Outcome(State.PENDING, "; ".join(filter(None, (reason, partly, decision.reason))), decision.sites)
         if refusal:
             return Outcome(State.DISABLED, "; ".join(filter(None, (refusal, partly))), decision.sites)

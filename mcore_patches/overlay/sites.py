@@ -3,31 +3,17 @@
 from __future__ import annotations
 
 import ast
-import contextlib
 import functools
 import sys
 import warnings
-from collections.abc import Iterator
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
-from mcore_patches.overlay import fields
+from mcore_patches.overlay import fields, imports
 from mcore_patches.overlay.fingerprint import SourceError, combined, parse_source, read_source, source_segment
 from mcore_patches.overlay.layers import AnyChange, Change, FieldsChange, Key, Layer, Stack, beneath, stack_on
 from mcore_patches.overlay.locate import locate, module_dict
 from mcore_patches.overlay.patch import AnyTarget, FieldsTarget, Target
-
-_finished: set[str] = set()
-
-
-@contextlib.contextmanager
-def import_finished(name: str) -> Iterator[None]:
-    """Inside a post-import hook the module's code has run, although the import system still calls it initialising."""
-    _finished.add(name)
-    try:
-        yield
-    finally:
-        _finished.discard(name)
 
 
 class Site:
@@ -61,6 +47,10 @@ class Site:
         if self.file is None or not self.file.endswith(".py"):
             self.absent = None if self.module else f"{self.module_name} has no source file to read ({self.file})"
             return
+        live = sys.modules.get(self.module_name)
+        if live is not None and not issubclass(type(live), ModuleType):
+            self.absent = f"sys.modules has {_described(live)} as {self.module_name}, not a module"
+            return
         try:
             self._text = read_source(self.file)
             segment = source_segment(self._text, self.target.qualname)
@@ -80,18 +70,18 @@ class Site:
 
     @property
     def module(self) -> ModuleType | None:
-        """The live module, from the moment when it has the target."""
-        module = sys.modules.get(self.module_name) if self.module_name else None
-        if module is None or not issubclass(type(module), ModuleType):
+        """The live module, once its code has run: until then the target may be redefined, or the import may fail."""
+        name = self.module_name or ""
+        module = sys.modules.get(name)
+        if not issubclass(type(module), ModuleType) or imports.running(name):
             return None
-        names = module_dict(module)
-        initialising = getattr(names.get("__spec__"), "_initializing", False) and self.module_name not in _finished
-        return None if initialising and self.target.qualname.split(".")[0] not in names else module
+        # An import that fails takes its module out before it ceases to be under way.
+        return module if sys.modules.get(name) is module else None
 
     @property
     def underway(self) -> bool:
-        """Whether sys.modules has something already that lacks the target, perhaps still: no hook tells when it has."""
-        return self.module is None and self.module_name in sys.modules
+        """Whether the module's import has begun and not ended, in whatever thread."""
+        return self.module_name is not None and imports.underway(self.module_name)
 
     @property
     def verdict(self) -> str:

@@ -146,33 +146,6 @@ def test_a_target_that_its_module_deletes_again_takes_the_patch_off_the_others(t
 
 
 @isolated()
-def test_applying_from_within_the_target_s_own_import(tmp_path):
-    text = f"import tests.overlay.stubs as stubs\nstubs.engine.apply(strict=True)\n{OPS_TEXT}"
-    tree = ops_tree(tmp_path, text)
-    import tests.overlay.stubs as stubs
-
-    engine = stubs.engine = engine_for(patch("tenfold", target(tree)))
-    ops = module()
-    row = engine.status()["tenfold"]
-    assert row.state is State.PENDING
-    assert "goes on with it" in row.reason
-    assert engine.apply(strict=True)["tenfold"].state is State.APPLIED
-    assert ops.f(1) == 20
-
-
-@isolated()
-def test_status_while_the_target_is_being_imported_says_so(tmp_path):
-    text = f"import tests.overlay.stubs as stubs\nstubs.seen = stubs.engine.apply()['tenfold']\n{OPS_TEXT}"
-    tree = ops_tree(tmp_path, text)
-    import tests.overlay.stubs as stubs
-
-    stubs.engine = engine_for(patch("tenfold", target(tree)))
-    module()
-    assert stubs.seen.state is State.PENDING
-    assert "is under way; call apply_patches() again after it" in stubs.seen.reason
-
-
-@isolated()
 def test_a_module_that_replaces_itself_in_sys_modules(tmp_path):
     tree = ops_tree(tmp_path)
     known = target(tree)
@@ -183,6 +156,16 @@ def test_a_module_that_replaces_itself_in_sys_modules(tmp_path):
     row = engine.status()["tenfold"]
     assert row.state is State.TARGET_ABSENT
     assert "no source file" in row.reason
+
+
+@isolated()
+def test_an_object_with_a_file_in_place_of_the_module_is_no_target(tmp_path):
+    tree = ops_tree(tmp_path)
+    engine = engine_for(patch("tenfold", target(tree)))
+    sys.modules[OPS] = types.SimpleNamespace(__file__=str(tree.path(OPS)))
+    row = engine.apply()["tenfold"]
+    assert row.state is State.TARGET_ABSENT
+    assert "an object of types.SimpleNamespace as megatron.core.ops, not a module" in row.reason
 
 
 @isolated()
