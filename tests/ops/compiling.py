@@ -26,8 +26,10 @@ class Report:
     warnings: tuple[str, ...]
 
 
-def compile_report(module: str, builder: str, arguments: dict[str, Any], arch: str) -> Report:
-    """Lower `module.builder(**arguments)` with the module's PASS_CONFIGS and assemble it for `arch` ("sm_90a")."""
+def compile_report(
+    module: str, builder: str, arguments: dict[str, Any], arch: str, pass_configs: dict[str, Any] | None = None
+) -> Report:
+    """Lower `module.builder(**arguments)` and assemble it for `arch` ("sm_90a"); pass_configs: the module's own."""
     import tilelang
     import tvm
     from tilelang.engine.lower import lower
@@ -36,7 +38,7 @@ def compile_report(module: str, builder: str, arguments: dict[str, Any], arch: s
     target = {"kind": "cuda", "arch": arch}
     with (
         tvm.target.Target(target),
-        tilelang.transform.PassContext(opt_level=3, config=dict(source.PASS_CONFIGS)),
+        tilelang.transform.PassContext(opt_level=3, config=dict(pass_configs or source.PASS_CONFIGS)),
     ):
         artifact = lower(getattr(source, builder)(**arguments), target=target, enable_device_compile=False)
     (function,) = artifact.device_mod.functions.values()
