@@ -3,13 +3,13 @@
 Adds to `TransformerConfig` the fields of `attention.qsa.config.FIELDS`, checked at construction; lets megatron's spec
 functions for experimental variants return QSA layers, in every layer (variant "qsa") or in the standard layers beside
 gated delta nets (variant "gated_delta_net" with qsa_indexer_n_heads); and tells the layers how the schedules scale the
-main
-loss. The layers themselves are in `mcore_patches.attention.qsa`. Upstream: NVIDIA/Megatron-LM#7060, with the open
+main loss. The layers themselves are in `mcore_patches.attention.qsa`. Upstream: NVIDIA/Megatron-LM#7060, with the open
 changes #7234 and #7553.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from types import CodeType
 from typing import Any
@@ -19,6 +19,7 @@ from mcore_patches.overlay.patch import Below, ConfigField, FieldsTarget, Findin
 from mcore_patches.overlay.versions import Releases
 
 _CONFIG = "megatron.core.transformer.transformer_config"
+_LAYERS = "mcore_patches.attention.qsa.attention"
 _SPECS = "megatron.core.models.gpt.experimental_attention_variant_module_specs"
 
 
@@ -68,7 +69,8 @@ def build_loss_scale(below: Below) -> Callable[..., Any]:
         *rest: Any,
         **options: Any,
     ) -> Any:
-        if uses_qsa(config):
+        # A model of several may hold QSA layers while the schedule is given another config.
+        if uses_qsa(config) or _LAYERS in sys.modules:
             from mcore_patches.attention.qsa.schedule import after_forward
 
             after_forward(model, output_tensor, config, num_microbatches)

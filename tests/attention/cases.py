@@ -23,18 +23,19 @@ from torch import Tensor
 import mcore_patches
 from mcore_patches.attention.qsa import (
     QSASelfAttention,
+    discard_saved_routes,
     freeze_backbone,
     inject_routes,
     record_routes,
     with_qsa_attention,
 )
+from mcore_patches.attention.qsa.config import FIELDS
 from mcore_patches.attention.qsa.indexer import QKNorm
-from mcore_patches.attention.qsa.loss import AttachIndexerLoss
 from mcore_patches.attention.qsa.routes import qsa_layers
 from mcore_patches.cpu import parallel, shim
 from mcore_patches.cpu.checkpoint import load_checkpoint, save_checkpoint
 from mcore_patches.cpu.data import Batch, packed_batch, random_batch
-from mcore_patches.cpu.models import CpuBackend, block_spec, build_gpt, gqa_attention_spec
+from mcore_patches.cpu.models import CpuBackend, block_spec, build_gpt, gpt_config, gqa_attention_spec
 from mcore_patches.cpu.parameters import full_gradients, full_parameters, seed_parameters
 from mcore_patches.cpu.training import schedule_step, wrap_with_ddp
 from tests.attention.tiny import FULL, PACKED, RECOMPUTE, qsa_config, qsa_spec, relative_error
@@ -147,6 +148,11 @@ def one_process() -> Iterator[tuple[str, Any]]:
         assert row.state == "APPLIED", row
         yield from everything_selected()
         yield from microbatch_scaling()
+        yield from after_schedules()
+        yield from another_config()
+        yield from outside_embeddings()
+        yield from causal_masks()
+        yield from reverted()
         yield from multi_token_prediction()
         yield from spec_functions()
         yield from stages()
@@ -185,11 +191,7 @@ def microbatch_scaling() -> Iterator[tuple[str, float]]:
         alone = []
         for batch in batches(True, 4):
             (model,) = build({}, {})
-            AttachIndexerLoss.scale = None
-            losses = model(batch.tokens, batch.positions, None, labels=batch.labels, packed_seq_params=batch.packed)
-            (losses * 0.0).sum().backward()
-            alone.append({n: g for n, g in full_gradients(model).items() if ".indexer." in n})
-    DSAIndexerLossLoggingHelper.tracker.clear()
+            alone.append(_indexer_gradients_outside_schedules(model, batch))
     tokens = [int(batch.loss_mask.sum()) for batch in batches(True, 4)]
     for count in (1, 2, 4):
         expected = {n: sum(g[n] for g in alone[:count]) / count for n in alone[0]}
@@ -207,6 +209,122 @@ def microbatch_scaling() -> Iterator[tuple[str, float]]:
     for name, gradient in plain.gradients.items():
         assert relative_error(8 * gradient, scaled.gradients[name]) <= TOLERANCE, name
     yield "gradient scaler", 0.0
+
+
+def _indexer_gradients_outside_schedules(model: torch.nn.Module, batch: Batch, **inputs: Tensor) -> dict[str, Tensor]:
+    """Of the indexers' losses alone, in a loop without a schedule."""
+    losses = model(batch.tokens, batch.positions, None, labels=batch.labels, packed_seq_params=batch.packed, **inputs)
+    (losses * 0.0).sum().backward()
+    DSAIndexerLossLoggingHelper.tracker.clear()
+    return {n: g for n, g in full_gradients(model).items() if ".indexer." in n}
+
+
+def after_schedules() -> Iterator[tuple[str, float]]:
+    """What a schedule multiplies losses by ends with it: for the model that it ran, another one, and the next schedule.
+
+    The model of `microbatch_scaling` is not enough, as it never saw a schedule.
+    """
+    batch = batches(True, 1)[0]
+    for stage in ("sparse", "warmup"):
+        for recompute in ("none", "full"):
+            fields = {"qsa_stage": stage, **RECOMPUTE[recompute]}
+            with parallel.model_parallel():
+                expected = _indexer_gradients_outside_schedules(build(fields, {})[0], batch)
+                (other,) = build(fields, {})
+                chunks = wrap_with_ddp(build(fields, {}))
+                in_schedule = schedule_step(chunks, batches(True, 4)).gradients
+                chunks[0].zero_grad_buffer()
+                for again in (other, chunks[0]):
+                    got = _indexer_gradients_outside_schedules(again, batch)
+                    assert expected.keys() == got.keys()
+                    worst = max(relative_error(g, got[n]) for n, g in expected.items())
+                    assert worst <= TOLERANCE, (stage, recompute, worst)
+                DSAIndexerLossLoggingHelper.tracker.clear()
+                twice = schedule_step(chunks, batches(True, 4)).gradients
+                worst = max(relative_error(g, twice[n]) for n, g in in_schedule.items() if ".indexer." in n)
+                assert worst <= TOLERANCE, worst
+                DSAIndexerLossLoggingHelper.tracker.clear()
+                yield f"after schedules, {stage}, recompute {recompute}", worst
+
+
+def another_config() -> Iterator[tuple[str, float]]:
+    """A model of several: the schedule is given a config that knows no QSA, the layers inside have one."""
+    expected = train({}, packed=True, count=2)
+    with parallel.model_parallel():
+        chunks = wrap_with_ddp(build({}, {}))
+        chunks[0].config = dataclasses.replace(
+            chunks[0].config,
+            experimental_attention_variant=None,
+            **{field.name: field.default for field in FIELDS},
+        )
+        got = step(chunks, batches(True, 2))
+    yield (
+        "another config",
+        assert_equal(dataclasses.replace(expected, tracked=[]), dataclasses.replace(got, tracked=[])),
+    )
+
+
+def reverted() -> Iterator[tuple[str, bool]]:
+    """A model that outlives the patch trains no indexer, as schedules would scale its loss wrongly."""
+    with parallel.model_parallel():
+        chunks = build({}, {})
+        mcore_patches.revert("qsa")
+        try:
+            with pytest.raises(RuntimeError, match="the patch qsa was reverted while a model with QSA layers trains"):
+                step(chunks, batches(False))
+            chunks[0].eval()
+            batch = batches(False)[0]
+            with torch.no_grad():
+                assert chunks[0](batch.tokens, batch.positions, None, labels=batch.labels).isfinite().all()
+        finally:
+            assert mcore_patches.apply_patches("qsa", strict=True)["qsa"].state == "APPLIED"
+        DSAIndexerLossLoggingHelper.tracker.clear()
+    yield "reverted", True
+
+
+def outside_embeddings() -> Iterator[tuple[str, float]]:
+    """Warmup on hidden states from outside that require no gradient, with and without recomputation."""
+    batch = batches(False, 1)[0]
+    block = {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1}
+    hidden = torch.randn(32, 2, 64, generator=torch.Generator().manual_seed(7))
+    gradients = {}
+    for name, fields in {"none": {}, "uniform": FULL, "block": block}.items():
+        with parallel.model_parallel():
+            (model,) = build({"qsa_stage": "warmup", **fields}, {})
+            freeze_backbone(model)  # twice, which must do no harm
+            gradients[name] = _indexer_gradients_outside_schedules(model, batch, decoder_input=hidden)
+            assert not hidden.requires_grad
+            assert all(len(layer.routes) == 0 for layer in qsa_layers(model))
+            # What a checkpoint without gradients does not get is made to matter by the last layer alone.
+            assert {n.split(".")[2] for n in gradients[name] if n.startswith("decoder.layers.")} == {"0", "1"}
+            assert all(g.abs().max() > 0 for g in gradients[name].values()), name
+    for name in ("uniform", "block"):
+        worst = max(relative_error(g, gradients[name][n]) for n, g in gradients["none"].items())
+        assert worst <= TOLERANCE, (name, worst)
+        yield f"outside embeddings, {name}", worst
+
+
+def causal_masks() -> Iterator[tuple[str, float]]:
+    """Megatron's mask changes nothing; a mask of padding is refused. Full recomputation hands it on, too."""
+    batch = batches(False, 1)[0]
+    causal = ~torch.ones(32, 32, dtype=torch.bool).tril()[None, None]
+    padded = causal.repeat(2, 1, 1, 1)
+    padded[1, :, :, 30:] = True
+    for name, fields in RECOMPUTE.items():
+        with parallel.model_parallel():
+            outputs = []
+            for mask in (None, causal):
+                (model,) = build(fields, {})
+                losses = model(batch.tokens, batch.positions, mask, labels=batch.labels)
+                losses.sum().backward()
+                outputs.append(full_gradients(model))
+            for parameter in outputs[0]:
+                assert torch.equal(outputs[0][parameter], outputs[1][parameter]), parameter
+            with pytest.raises(RuntimeError, match="attention_mask is not the causal one"):
+                model(batch.tokens, batch.positions, padded, labels=batch.labels)
+            discard_saved_routes(model)
+            DSAIndexerLossLoggingHelper.tracker.clear()
+        yield f"causal mask, recompute {name}", 0.0
 
 
 def _eightfold(x: Tensor) -> Tensor:
@@ -319,7 +437,7 @@ def spec_functions() -> Iterator[tuple[str, Any]]:
             assert variant_specs.get_experimental_attention_variant_module_spec(config).module is QSASelfAttention
             layer = variant_specs.get_experimental_attention_variant_module_spec(config, CpuBackend())
             assert layer.submodules.linear_qkv is ColumnParallelLinear
-            without = qsa_config(**{**mixed, "qsa_indexer_n_heads": None})
+            without = gpt_config(**mixed)
             spec = variant_specs.get_experimental_attention_variant_module_spec(without, CpuBackend())
             assert spec.module is LinearStandIn, "gated delta nets without QSA are megatron's own business"
     finally:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from megatron.core import tensor_parallel
 from megatron.core.transformer.experimental_attention_variant.dsa import DSAIndexerLossLoggingHelper
 from torch import Tensor
 
@@ -14,8 +16,10 @@ from mcore_patches.attention.qsa import attention, freeze_backbone, inject_route
 from mcore_patches.attention.qsa.layout import packed_layout
 from mcore_patches.attention.qsa.loss import training_loss
 from mcore_patches.attention.qsa.rope import rotations
+from mcore_patches.ops.indexer_kl import indexer_kl
 from tests.attention.tiny import (
     RATIO,
+    RECOMPUTE,
     Reference,
     attended_tokens,
     grads_of,
@@ -51,9 +55,25 @@ def test_selection_is_that_of_transformers(lengths: list[int]) -> None:
     hidden = torch.randn(sum(lengths), 1, config.hidden_size)
     with torch.no_grad(), record_routes(layer) as routes:
         run_layer(layer, hidden, lengths)
-    (ids,) = routes[1]
-    attended = attended_tokens(ids, lengths, RATIO)
     theirs = Reference(layer, config).selection(hidden, lengths)[0]
+    _assert_selects_as(theirs, routes[1][0], layer, hidden, lengths)
+
+
+@pytest.mark.parametrize(("seq", "batch"), [(37, 3), (96, 2), (3, 2)], ids=lambda size: str(size))
+def test_selection_of_batches_is_that_of_transformers(seq: int, batch: int) -> None:
+    config = qsa_config()
+    layer = qsa_layer(config)
+    hidden = torch.randn(seq, batch, config.hidden_size)
+    with torch.no_grad(), record_routes(layer) as routes:
+        run_layer(layer, hidden)
+    theirs = torch.block_diag(*Reference(layer, config).selection(hidden, None)).bool()
+    rows = hidden.transpose(0, 1).reshape(seq * batch, 1, -1)
+    _assert_selects_as(theirs, routes[1][0], layer, rows, [seq] * batch)
+
+
+def _assert_selects_as(theirs: Tensor, ids: Tensor, layer: Any, hidden: Tensor, lengths: Sequence[int]) -> None:
+    """Rows attend the tokens of `theirs`, bool [T, T], but for at most two that tie at the cut."""
+    attended = attended_tokens(ids, lengths, RATIO)
     differing = (attended != theirs).any(dim=1).nonzero().flatten().tolist()
     scores = _scores(layer, hidden, lengths)
     for row in differing:
@@ -192,30 +212,84 @@ def test_padding_changes_nothing(padding: str) -> None:
         assert relative_error(expected[name], grad) < 3e-6, name
 
 
-def test_no_loss_crosses_over() -> None:
-    """The main loss gives the indexer no gradient, the indexer's loss none to anything else."""
-    config = qsa_config()
+@pytest.mark.parametrize("recompute", RECOMPUTE)
+def test_no_loss_crosses_over(recompute: str) -> None:
+    """Stage "sparse": the main loss gives the indexer no gradient, the indexer's loss none to anything else."""
+    config = qsa_config(**RECOMPUTE[recompute])
     hidden = torch.randn(40, 2, config.hidden_size)
 
-    with_loss = qsa_layer(config)
-    x = hidden.clone().requires_grad_()
-    run_layer(with_loss, x).mul(0.0).sum().backward()
-    assert x.grad is None or not x.grad.any()
-    for name, grad in grads_of(with_loss).items():
-        if name.startswith("indexer."):
-            assert grad.abs().max() > 0, name
-        else:
-            assert grad is None or not grad.any(), name
+    def gradients(main: float, indexer: float) -> dict[str, Tensor | None]:
+        layer = qsa_layer(config)
+        layer.loss_scale.value = torch.tensor(indexer)
+        x = hidden.clone().requires_grad_()
+        out = tensor_parallel.checkpoint(partial(run_layer, layer), False, x) if recompute == "full" else None
+        out = run_layer(layer, x) if out is None else out
+        (out.square().sum() * main).backward()
+        return grads_of(layer) | {"input": x.grad}
 
-    frozen = qsa_layer(qsa_config(qsa_stage="frozen"))
-    for parameter in frozen.indexer.parameters():
-        parameter.requires_grad_(True)
-    run_layer(frozen, hidden.requires_grad_()).square().sum().backward()
-    for name, grad in grads_of(frozen).items():
+    def zero(grad: Tensor | None) -> bool:
+        return grad is None or not grad.any()
+
+    both, main, indexer = gradients(1.0, 1.0), gradients(1.0, 0.0), gradients(0.0, 1.0)
+    for name in both:
+        if name.startswith("indexer."):
+            assert zero(main[name]), name
+            assert indexer[name].abs().max() > 0, name
+            assert torch.equal(both[name], indexer[name]), name
+        else:
+            assert zero(indexer[name]), name
+            assert main[name].abs().max() > 0, name
+            assert torch.equal(both[name], main[name]), name
+
+
+def test_frozen_indexer_gets_no_gradient() -> None:
+    layer = qsa_layer(qsa_config(qsa_stage="frozen"))
+    run_layer(layer, torch.randn(40, 2, 64, requires_grad=True)).square().sum().backward()
+    for name, grad in grads_of(layer).items():
         if name.startswith("indexer."):
             assert grad is None, name
         else:
             assert grad.abs().max() > 0, name
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("stage", ["sparse", "warmup"])
+def test_gradient_of_index_scores_is_student_less_teacher(
+    stage: str, reduction: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """dL/dI = coefficient (softmax(I) - t) / N on the support, t made of the layer's own attention, row by row."""
+    lengths, room = [13, 6, 33], [16, 8, 40]
+    config = qsa_config(
+        qsa_stage=stage, qsa_indexer_n_heads=1, qsa_indexer_loss_coeff=0.3, qsa_indexer_loss_reduction=reduction
+    )
+    layer = _trainable(qsa_layer(config).double(), stage)
+    seen: list[tuple[Any, ...]] = []
+
+    def keep(*args: Any, **kwargs: Any) -> Tensor:
+        args[0].retain_grad()
+        seen.append(args)
+        return indexer_kl(*args, **kwargs)
+
+    monkeypatch.setattr(attention, "indexer_kl", keep)
+    hidden, table = torch.randn(64, 1, 64, dtype=torch.float64), rotary_table(40, packed=True).double()
+    layer(hidden, None, rotary_pos_emb=table, packed_seq_params=packed_params(lengths, room))[0].mul(0).sum().backward()
+    ((q_idx, k_blocks, q, k, _, ids, pos, start, block_start),) = seen
+    number = sum(lengths) if reduction == "mean" else 1
+    q_idx, k_blocks = q_idx.detach(), k_blocks.detach()
+    for row in range(64):
+        first_block, count = int(block_start[row]), (int(pos[row]) + 1) // RATIO
+        support = list(range(count)) if ids is None else [b for b in ids[row].tolist() if b >= 0]
+        expected = torch.zeros(16, dtype=torch.float64)
+        if support:
+            tokens = [*range(count * RATIO, int(pos[row]) + 1), *(b * RATIO + j for b in support for j in range(RATIO))]
+            keys = k[int(start[row]) + torch.tensor(tokens)].repeat_interleave(2, dim=1)
+            mass = torch.einsum("hd,thd->ht", q[row], keys).mul(16**-0.5).softmax(dim=1).sum(dim=0)
+            teacher = mass[-len(support) * RATIO :].view(-1, RATIO).amax(dim=1)
+            products = k_blocks[first_block + torch.tensor(support)]
+            scores = (products @ q_idx[row, 0]).relu() * 16**-0.5
+            slope = 0.3 / number * (scores.softmax(dim=0) - teacher / teacher.sum()) * (scores > 0)
+            expected = 16**-0.5 * slope @ products
+        torch.testing.assert_close(seen[0][0].grad[row, 0], expected, rtol=1e-9, atol=1e-14)
 
 
 def test_loss_reaches_below_when_asked_to() -> None:
@@ -282,24 +356,42 @@ def test_own_block_is_not_forced() -> None:
     assert not own.all()
 
 
+REAL = {"qsa_indexer_budget": 2048, "qsa_indexer_n_heads": 16, "qsa_indexer_head_dim": 8}
+
+
 @pytest.mark.parametrize("length", range(2047, 2057))
 def test_rows_are_dense_up_to_the_budget_at_the_real_sizes(length: int) -> None:
     """Budget 2048, blocks of 4: row i is dense causal up to i = 2050, and holds 2048 to 2051 tokens from then on."""
-    config = qsa_config(qsa_indexer_budget=2048, qsa_indexer_n_heads=2, qsa_indexer_head_dim=8)
+    config = qsa_config(**REAL)
     layer = qsa_layer(config).eval()
     hidden = torch.randn(length, 1, config.hidden_size)
     with torch.no_grad(), record_routes(layer) as routes:
         run_layer(layer, hidden, [length])
     ids = routes[1][0]
     positions = torch.arange(length)
-    selected = (ids >= 0).sum(dim=1)
-    assert torch.equal(selected, ((positions + 1) // RATIO).clamp(max=512))
-    dense = positions[:2051]
-    for row in [*dense[::97].tolist(), len(dense) - 1]:
-        assert ids[row, : selected[row]].tolist() == list(range(selected[row]))
-    attended = selected * RATIO + (positions + 1) % RATIO
-    assert torch.equal(attended[:2051], dense + 1)
+    blocks = (positions + 1) // RATIO
+    every = torch.arange(ids.shape[1]).expand(length, -1)
+    assert torch.equal(ids[:2051].long(), every.where(every < blocks[:, None], -1)[:2051])
+    scores = _scores(layer, hidden, [length])
+    for row in range(2051, length):
+        # By score, then by id: the one block of the 513 or 514 that the sort puts last, or two, is left out.
+        best = scores[row].argsort(descending=True, stable=True)[:512]
+        assert ids[row].tolist() == best.sort().values.tolist()
+    attended = (ids >= 0).sum(dim=1) * RATIO + (positions + 1) % RATIO
+    assert torch.equal(attended[:2051], positions[:2051] + 1)
     assert attended[2051:].tolist() == [2048 + (i + 1) % RATIO for i in range(2051, length)]
+
+
+def test_selection_is_that_of_transformers_at_the_real_sizes() -> None:
+    """All rows of the longest of these documents; those of a shorter one are the same, attention being causal."""
+    config = qsa_config(**REAL)
+    layer = qsa_layer(config).eval()
+    hidden = torch.randn(2056, 1, config.hidden_size)
+    with torch.no_grad(), record_routes(layer) as routes:
+        run_layer(layer, hidden, [2056])
+    theirs = Reference(layer, config).selection(hidden, [2056])[0]
+    assert theirs[2051:].sum(dim=1).tolist() == [2048, 2049, 2050, 2051, 2048]
+    _assert_selects_as(theirs, routes[1][0], layer, hidden, [2056])
 
 
 @pytest.mark.parametrize("length", [1, 2, 3, 4, 5])
@@ -351,3 +443,76 @@ def test_multimodal_rotary_tables_differ_by_sequence() -> None:
             packed_seq_params=packed_params([24, 24]),
         )
     assert relative_error(both.transpose(0, 1).reshape(48, 1, 64), packed) < 1e-6
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e30], ids=str)
+@pytest.mark.parametrize("stage", ["sparse", "frozen", "warmup"])
+@pytest.mark.parametrize("place", ["index_qk_proj", "q_layernorm", "k_layernorm"])
+def test_index_scores_that_are_not_finite_are_an_error(place: str, stage: str, value: float) -> None:
+    """They would choose blocks by the bits of a NaN while the output looks well."""
+    layer = _trainable(qsa_layer(qsa_config(qsa_stage=stage)), stage)
+    hidden = torch.randn(40, 1, 64)
+    run_layer(layer, hidden)
+    with torch.no_grad():
+        weight = layer.get_parameter(f"indexer.{place}.weight")
+        if place == "index_qk_proj":  # a norm would bring a large one back
+            value = float("nan") if value == 1e30 else value
+        weight.view(-1)[3] = value
+        if value == 1e30:
+            layer.indexer.q_layernorm.weight.fill_(1e30)
+            layer.indexer.k_layernorm.weight.fill_(1e30)
+    with pytest.raises(RuntimeError, match="QSA layer 1: index queries or keys are not finite"):
+        run_layer(layer, hidden)
+
+
+def test_padding_may_hold_nan() -> None:
+    """Neither its index queries nor a block that no row looks at say anything of the rest."""
+    layer, packed = qsa_layer(qsa_config()).eval(), packed_params([9], [12])
+    hidden = torch.randn(12, 1, 64)
+    hidden[9:] = float("nan")
+    with torch.no_grad():
+        out, _ = layer(hidden, None, rotary_pos_emb=rotary_table(12, packed=True), packed_seq_params=packed)
+    assert out[:9].isfinite().all()
+
+
+def _causal_mask(seq: int, batch: int = 1) -> Tensor:
+    return ~torch.ones(seq, seq, dtype=torch.bool).tril().expand(batch, 1, -1, -1)
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_causal_mask_changes_nothing(batch: int) -> None:
+    layer, hidden = qsa_layer(qsa_config()), torch.randn(13, 2, 64)
+    with no_host_reads():
+        out, _ = layer(hidden, _causal_mask(13, batch), rotary_pos_emb=rotary_table(13))
+    assert torch.equal(out, run_layer(layer, hidden))
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "hidden"),
+    [
+        (slice(None), slice(10, None), True),
+        (slice(None), slice(0, 2), True),
+        (slice(6, None), slice(0, 6), True),
+        (slice(10, None), slice(None), True),
+        (slice(0, 4), slice(0, 4), False),
+        (slice(7, 8), slice(3, 4), True),
+        (slice(None), slice(None), False),
+    ],
+    ids=["right padding", "left padding", "documents", "padded queries", "prefix", "one place", "all visible"],
+)
+def test_other_masks_are_refused(rows: slice, columns: slice, hidden: bool) -> None:
+    layer = qsa_layer(qsa_config())
+    mask = _causal_mask(13, 2).clone()
+    mask[1, 0, rows, columns] = hidden
+    with pytest.raises(RuntimeError, match="attention_mask is not the causal one: QSA is causal over whole sequences"):
+        layer(torch.randn(13, 2, 64), mask, rotary_pos_emb=rotary_table(13))
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [torch.ones(2, 13, dtype=torch.bool), torch.zeros(1, 1, 13, 13), _causal_mask(14), _causal_mask(13, 3)],
+    ids=["tokens", "float", "longer", "batch"],
+)
+def test_masks_of_other_shapes_are_refused(mask: Tensor) -> None:
+    with pytest.raises(ValueError, match=r"must be bool \(1, 1, 13, 13\) or \(2, 1, 13, 13\): QSA is causal"):
+        qsa_layer(qsa_config())(torch.randn(13, 2, 64), mask, rotary_pos_emb=rotary_table(13))

@@ -7,11 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core import tensor_parallel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from mcore_patches.attention.qsa import attention, discard_saved_routes, freeze_backbone, inject_routes, record_routes
 from mcore_patches.attention.qsa import routes as routes_module
+from mcore_patches.attention.qsa.loss import LossScale
 from mcore_patches.attention.qsa.routes import RouteError, qsa_layers, sketch
 from mcore_patches.cpu.data import packed_batch, random_batch
 from mcore_patches.cpu.models import build_gpt
@@ -139,9 +142,7 @@ def test_route_of_another_forward_pass_is_refused() -> None:
     loss = _loss(model, random_batch(1, 32, seed=2))
     for layer in qsa_layers(model):
         layer.routes._saved.pop()  # the route of the second pass
-    with pytest.raises(
-        RouteError, match=r"QSA layer 2: the recomputation of index queries \(32, 4, 16\) in 1 documents"
-    ):
+    with pytest.raises(RouteError, match=r"QSA layer 2: the recomputation of queries \(32, 4, 16\) in 1 documents"):
         loss.backward()
 
     discard_saved_routes(model)
@@ -181,9 +182,72 @@ def test_equal_passes_with_different_given_routes_are_told_apart_or_refused() ->
     with inject_routes(model, {1: [first, last], 2: [first, last]}):
         loss = _loss(model, batch) + _loss(model, batch)
     # Layer 2 sees what layer 1 attended and can tell the passes apart; layer 1 cannot.
-    with pytest.raises(RouteError, match="QSA layer 1: 2 forward passes with the same index queries"):
+    with pytest.raises(RouteError, match="QSA layer 1: 2 forward passes with the same queries"):
         loss.backward()
     discard_saved_routes(model)
+
+
+def test_passes_without_a_backward_pass_do_not_pile_up() -> None:
+    layer = qsa_layer(qsa_config())
+    batches = [torch.randn(8, 1, 64) for _ in range(routes_module._MOST_SAVED + 3)]
+
+    def checkpointed(x: Tensor) -> Tensor:
+        return tensor_parallel.checkpoint(partial(run_layer, layer), False, x.requires_grad_())
+
+    @torch.no_grad()
+    def without_gradients() -> None:
+        for x in batches:
+            checkpointed(x)
+
+    with pytest.warns(RuntimeWarning, match="QSA layer 1: 64 forward passes wait for their recomputation"):
+        without_gradients()
+    assert len(layer.routes) == routes_module._MOST_SAVED
+    # Those that are forgotten are missed, not replaced by others.
+    outputs = [checkpointed(x) for x in batches[:2]]
+    outputs[1].sum().backward()
+    discard_saved_routes(layer)
+    with pytest.raises(RouteError, match="finds no forward pass that it repeats"):
+        outputs[0].sum().backward()
+    discard_saved_routes(layer)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("stage", ["sparse", "warmup", "frozen"])
+def test_checkpoints_of_torch_are_refused(stage: str, use_reentrant: bool) -> None:
+    """They would select twice, and count the indexer's loss twice."""
+    layer = qsa_layer(qsa_config(qsa_stage=stage))
+    if stage == "warmup":
+        freeze_backbone(layer)
+    x = torch.randn(32, 1, 64, requires_grad=True)
+    out = checkpoint(partial(run_layer, layer), x, use_reentrant=use_reentrant)
+    with pytest.raises(RouteError, match=r"recompute by recompute_granularity, not by torch\.utils\.checkpoint"):
+        out.sum().backward()
+
+
+def test_recomputation_takes_the_loss_scale_of_its_pass() -> None:
+    """Also past an equal pass that was left behind, and one that is under way outside of a schedule."""
+    x, gradients = torch.randn(32, 1, 64), {}
+    for stage in ("sparse", "warmup"):
+        for scale in (None, 0.25):
+            layer = qsa_layer(qsa_config(qsa_stage=stage))
+            if stage == "warmup":
+                freeze_backbone(layer)
+
+            def checkpointed(layer: Any = layer) -> Tensor:
+                return tensor_parallel.checkpoint(partial(run_layer, layer), False, x.clone().requires_grad_())
+
+            with torch.no_grad():
+                checkpointed()
+            layer.loss_scale = LossScale()
+            out = checkpointed()
+            layer.loss_scale.value = None if scale is None else torch.tensor(scale)
+            layer.loss_scale = LossScale()
+            layer.loss_scale.value = torch.tensor(1e6)
+            out.mul(0.0).sum().backward()
+            gradients[scale] = layer.indexer.index_qk_proj.weight.grad
+            discard_saved_routes(layer)
+        assert torch.equal(0.25 * gradients[None], gradients[0.25])
+        assert gradients[0.25].any()
 
 
 @pytest.mark.parametrize("mode", ["evaluation", "training"])
@@ -320,6 +384,46 @@ def test_given_routes_of_padding_are_not_looked_at() -> None:
         out, _ = layer(hidden, None, rotary_pos_emb=rotary_table(12, packed=True), packed_seq_params=packed)
     assert (out[9:] == 0).all()
     assert (out[:9].abs().amax(dim=2) > 0).all()
+
+
+def test_recordings_and_injections_nest() -> None:
+    layer = qsa_layer(qsa_config()).eval()
+    x, ids = torch.randn(8, 1, 64), torch.full((8, 1), -1)
+    first = torch.where(torch.arange(8) < RATIO - 1, -1, 0)[:, None]
+    with record_routes(layer) as outer, inject_routes(layer, {1: [first, first]}):
+        run_layer(layer, x)
+        with record_routes(layer) as inner, inject_routes(layer, {1: [ids]}):
+            run_layer(layer, x)
+        with inject_routes(layer, {}):
+            run_layer(layer, x)
+    assert [torch.equal(got, want.int()) for got, want in zip(outer[1], (first, ids, first), strict=True)] == [True] * 3
+    assert [torch.equal(got, want.int()) for got, want in zip(inner[1], (ids,), strict=True)] == [True]
+    run_layer(layer, x)
+    assert (len(outer[1]), len(inner[1])) == (3, 1)
+
+
+def test_models_that_number_their_layers_alike_are_refused() -> None:
+    models = [qsa_layer(qsa_config()), qsa_layer(qsa_config())]
+    with pytest.raises(ValueError, match="record_routes: two QSA layers have the number 1"), record_routes(models):
+        pass
+    with pytest.raises(ValueError, match="inject_routes: two QSA layers have the number 1"), inject_routes(models, {}):
+        pass
+    with record_routes(models[:1] * 2) as routes:
+        run_layer(models[0], torch.randn(8, 1, 64))
+    assert len(routes[1]) == 1
+
+
+@pytest.mark.parametrize("far", [2**32, 2**32 + 1, 2**62])
+def test_injected_ids_do_not_wrap(far: int) -> None:
+    layer, ids = qsa_layer(qsa_config()).eval(), torch.full((8, 2), -(2**40))
+    with inject_routes(layer, {1: [ids]}):
+        run_layer(layer, torch.randn(8, 1, 64))  # all of it is padding
+    ids[7, 1] = far
+    with (
+        pytest.raises(ValueError, match=f"the first is token 7 at position 7 with block {far}"),
+        inject_routes(layer, {1: [ids]}),
+    ):
+        run_layer(layer, torch.randn(8, 1, 64))
 
 
 def test_injection_counts_forward_passes() -> None:

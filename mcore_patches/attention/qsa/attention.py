@@ -8,17 +8,16 @@ import torch
 from megatron.core import tensor_parallel
 from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
 from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import _yarn_get_concentration_factor_from_config
-from megatron.core.tensor_parallel.random import is_checkpointing
 from megatron.core.transformer.attention import SelfAttention
 from torch import Tensor
 
 from mcore_patches.attention.qsa.config import blocks_per_query, trains_indexer, validate
-from mcore_patches.attention.qsa.freezing import check_backbone_frozen
-from mcore_patches.attention.qsa.indexer import QSAIndexer
-from mcore_patches.attention.qsa.layout import TokenLayout, batch_layout, packed_layout
-from mcore_patches.attention.qsa.loss import AttachIndexerLoss, track_loss, training_loss
+from mcore_patches.attention.qsa.freezing import check_frozen_before_checkpoint, check_stage
+from mcore_patches.attention.qsa.indexer import QSAIndexer, check_scores_finite
+from mcore_patches.attention.qsa.layout import TokenLayout, batch_layout, check_causal_mask, packed_layout
+from mcore_patches.attention.qsa.loss import AttachIndexerLoss, LossScale, track_loss, training_loss
 from mcore_patches.attention.qsa.rope import Rotations, rotations
-from mcore_patches.attention.qsa.routes import LayerRoutes
+from mcore_patches.attention.qsa.routes import LayerRoutes, is_first_pass, is_recomputation
 from mcore_patches.attention.qsa.support import Setup, refusal
 from mcore_patches.ops.block_topk import select_blocks
 from mcore_patches.ops.indexer_kl import indexer_kl
@@ -59,7 +58,8 @@ class QSASelfAttention(SelfAttention):
     """Megatron's self-attention with QSA: projections, norms, gate and output are the parent's.
 
     Interface and state dict are those of `SelfAttention`, and an `indexer` more. What a call does depends on
-    `config.qsa_stage`, read at the call:
+    `config.qsa_stage`, read at the call. Whether the indexer's parameters require gradients was decided by the stage at
+    construction; a call in training mode raises where that does not fit:
 
     "frozen": attend selected blocks; the indexer gets no gradient.
     "warmup": attend everything, without gradients; the indexer learns the head-summed attention over all blocks.
@@ -74,6 +74,9 @@ class QSASelfAttention(SelfAttention):
             # DDP waits for the gradient of every parameter that requires one.
             self.indexer.requires_grad_(False)
         self.routes = LayerRoutes()
+        self.loss_scale = LossScale()
+        # Set by freeze_backbone, which also lets gradients into checkpoints.
+        self.backbone_is_frozen = False
         self.global_layer_number: int = self.layer_number
 
     def forward(
@@ -92,15 +95,20 @@ class QSASelfAttention(SelfAttention):
         *,
         inference_params: Any = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """As `SelfAttention.forward`; causal within each sequence or packed document, whatever `attention_mask` says.
+        """As `SelfAttention.forward`; causal within each sequence or packed document.
 
         Args:
             hidden_states: [S, B, hidden], this rank's part under sequence and context parallelism.
+            attention_mask: None or megatron's causal mask (see `check_causal_mask`). It changes nothing: batches have
+                no padding, every token attends and counts. Padding and documents are told by `packed_seq_params`, with
+                which the mask is not looked at.
 
         Raises:
             NotImplementedError: inference.
             ValueError: an argument or layout that QSA does not support.
-            RuntimeError: stage "warmup" with a trained backbone; a recomputation without saved routes (`RouteError`).
+            RuntimeError: an attention mask that is not causal, index queries or keys that are not finite (on CUDA these
+                are device-side assertions); parameters that do not fit the stage; a recomputation without a first pass
+                (`RouteError`).
         """
         self._check_call(
             {
@@ -118,19 +126,27 @@ class QSASelfAttention(SelfAttention):
         with torch.set_grad_enabled(torch.is_grad_enabled() and not warmup):
             projected = self.get_query_key_value_tensors(hidden_states, output_gate=self.config.attention_output_gate)
             query, key, value, gate = self._own_heads(*projected)
-            layout = self._layout(query, packed_seq_params)
+            layout = self._layout(query, attention_mask, packed_seq_params)
             table = self._rotary_table(rotary_pos_emb)
             rotation = None if table is None else rotations(table, layout, self._concentration)
             query, key = self._rotate(query, key, table, rotation, layout)
             value = layout.to_rows(value)
 
         learns = self.training and torch.is_grad_enabled() and trains_indexer(self.config)
-        block_ids = None
         if learns or not warmup:
             with torch.set_grad_enabled(learns):
                 q_idx, k_blocks = self._index(hidden_states, layout, rotation)
-        if not warmup:
-            block_ids = self._route(q_idx, k_blocks, layout)
+        block_ids, loss_scale = None, self.loss_scale
+        known_by = query if warmup else q_idx
+        if self.training and is_recomputation():
+            first_pass = self.routes.replay(known_by, layout, self.global_layer_number)
+            block_ids, loss_scale = first_pass.ids, first_pass.scale
+        else:
+            if not warmup:
+                block_ids = self._route(q_idx, k_blocks, layout)
+            if self.training and is_first_pass():
+                check_frozen_before_checkpoint(self)
+                self.routes.save(block_ids, loss_scale, known_by, layout, self.global_layer_number)
 
         with torch.set_grad_enabled(torch.is_grad_enabled() and not warmup):
             context, lse, keys = self._attend(query, key, value, block_ids, layout)
@@ -155,7 +171,7 @@ class QSASelfAttention(SelfAttention):
             )
             track_loss(kl_sum, layout.num_valid, self.config, self.global_layer_number, self.pg_collection.cp)
             loss = training_loss(kl_sum, layout.num_valid, self.config, self.pg_collection.cp.size())
-            output = AttachIndexerLoss.apply(output, loss)
+            output = AttachIndexerLoss.apply(output, loss, loss_scale)
         return output, bias
 
     def _check_call(self, inference: dict[str, Any], unsupported: dict[str, Any], packed_seq_params: Any) -> None:
@@ -174,8 +190,8 @@ class QSASelfAttention(SelfAttention):
             )
         if refused := refusal(Setup(self.config, "thd" if packed else "bshd")):
             raise ValueError(refused)
-        if self.config.qsa_stage == "warmup" and self.training:
-            check_backbone_frozen(self)
+        if self.training:
+            check_stage(self)
 
     def _own_heads(self, query: Tensor, key: Tensor, value: Tensor, gate: Tensor | None = None) -> tuple[Any, ...]:
         # With more ranks than KV heads, 0.16 cuts the query to this rank's heads but leaves the gate whole.
@@ -184,11 +200,14 @@ class QSASelfAttention(SelfAttention):
             gate = gate.chunk(parts, dim=2)[self.pg_collection.tp.rank() % parts]
         return query, key, value, gate
 
-    def _layout(self, query: Tensor, packed_seq_params: Any) -> TokenLayout:
+    def _layout(self, query: Tensor, attention_mask: Tensor | None, packed_seq_params: Any) -> TokenLayout:
         cp_group = self.pg_collection.cp
-        if packed_seq_params is None:
-            return batch_layout(query.shape[0], query.shape[1], self.indexer.ratio, query.device, cp_group)
-        return packed_layout(packed_seq_params, query.shape[0], self.indexer.ratio, cp_group)
+        if packed_seq_params is not None:
+            return packed_layout(packed_seq_params, query.shape[0], self.indexer.ratio, cp_group)
+        layout = batch_layout(query.shape[0], query.shape[1], self.indexer.ratio, query.device, cp_group)
+        if attention_mask is not None:
+            check_causal_mask(attention_mask, layout)
+        return layout
 
     @property
     def _concentration(self) -> float:
@@ -229,13 +248,12 @@ class QSASelfAttention(SelfAttention):
         raw_queries, raw_keys = (layout.to_rows(x) for x in self.indexer.project(hidden_states))
         q_idx = self.indexer.queries(raw_queries, rotation and rotation.rows)
         raw_keys = layout.gather(raw_keys)
-        return q_idx, self.indexer.block_keys(raw_keys, layout.block_tokens, rotation and rotation.blocks)
+        k_blocks = self.indexer.block_keys(raw_keys, layout.block_tokens, rotation and rotation.blocks)
+        check_scores_finite(q_idx, k_blocks, layout, self.global_layer_number)
+        return q_idx, k_blocks
 
     def _route(self, q_idx: Tensor, k_blocks: Tensor, layout: TokenLayout) -> Tensor:
-        """Block ids int32 [T, K]: those of the first pass in a recomputation, else given ones, else selected ones."""
-        checkpointed = self.training and is_checkpointing()
-        if checkpointed and torch.is_grad_enabled():
-            return self.routes.replay(q_idx, layout, self.global_layer_number)
+        """Block ids int32 [T, K]: given ones, else selected ones."""
         ids = self.routes.take_given(layout, self.indexer.ratio, self.global_layer_number)
         if ids is None:
             ids = select_blocks(
@@ -246,8 +264,6 @@ class QSASelfAttention(SelfAttention):
                 ratio=self.indexer.ratio,
                 topk=max(1, min(blocks_per_query(self.config), layout.most_blocks)),
             )
-        if checkpointed:
-            self.routes.save(ids, q_idx, layout)
         self.routes.note(ids, layout)
         return ids
 

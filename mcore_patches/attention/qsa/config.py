@@ -45,7 +45,9 @@ FIELDS = (
         "qsa_indexer_loss_reduction",
         Literal["mean", "sum"],
         "mean",
-        "the indexer's loss of a microbatch: its mean or its sum over valid tokens",
+        "the indexer's loss of a microbatch: its mean or its sum over valid tokens (masked prompts included, padding "
+        "of packed documents not). With `calculate_per_token_loss`: the batch's sum over the number of tokens that the "
+        "main loss counts, as megatron divides every gradient; above the mean where prompts are masked",
     ),
     ConfigField(
         "qsa_indexer_detach_input",
@@ -92,12 +94,13 @@ def blocks_per_query(config: Any) -> int:
 
 
 def validate(config: Any) -> None:
-    """Check a finished `TransformerConfig`. Does nothing if it does not use QSA.
+    """Check a finished `TransformerConfig`. If it does not use QSA, its QSA fields must be at their defaults.
 
     Raises:
         ValueError: the first fault: the field, its value and what is allowed.
     """
     if not uses_qsa(config):
+        _check_unused(config)
         return
     _check_variant(config)
     for name, least in (("n_heads", 1), ("kv_heads", 1), ("head_dim", 2), ("budget", 1), ("compress_ratio", 1)):
@@ -111,14 +114,28 @@ def validate(config: Any) -> None:
             f"qsa_indexer_budget={config.qsa_indexer_budget}: must be a multiple of "
             f"qsa_indexer_compress_ratio={config.qsa_indexer_compress_ratio}, the budget being whole blocks"
         )
+    if config.num_attention_heads % config.num_query_groups:
+        raise ValueError(
+            f"num_query_groups={config.num_query_groups}: must divide num_attention_heads={config.num_attention_heads}"
+        )
     _check_choice(config, "qsa_stage", STAGES)
     _check_choice(config, "qsa_indexer_loss_reduction", REDUCTIONS)
     if not isinstance(config.qsa_indexer_detach_input, bool):
         raise ValueError(f"qsa_indexer_detach_input={config.qsa_indexer_detach_input!r}: must be True or False")
-    _check_loss(config)
+    check_loss(config)
     refused = refusal(Setup(config))
     if refused:
         raise ValueError(refused)
+
+
+def _check_unused(config: Any) -> None:
+    for field in FIELDS:
+        value = getattr(config, field.name, field.default)
+        if value != field.default:
+            raise ValueError(
+                f"{field.name}={value!r} without qsa_indexer_n_heads, so that nothing would use it: set "
+                f"qsa_indexer_n_heads and experimental_attention_variant, or leave it {field.default!r}"
+            )
 
 
 def _check_variant(config: Any) -> None:
@@ -140,7 +157,8 @@ def _check_variant(config: Any) -> None:
         )
 
 
-def _check_loss(config: Any) -> None:
+def check_loss(config: Any) -> None:
+    """Raise ValueError if the stage and the settings of the loss do not fit together."""
     coeff = config.qsa_indexer_loss_coeff
     if not trains_indexer(config):
         if coeff is not None:

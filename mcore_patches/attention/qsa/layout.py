@@ -77,6 +77,37 @@ def batch_layout(seq: int, batch: int, ratio: int, device: torch.device, cp_grou
     return _layout(cu_seqlens, None, seq * batch, batch, False, ratio, cp_group)
 
 
+def check_causal_mask(mask: Tensor, layout: TokenLayout) -> None:
+    """Refuse an attention mask that hides more or less than the future. Never waits for the device.
+
+    A mask of padding or of documents would otherwise be ignored in silence. Reading it takes no more memory than a row
+    of it.
+
+    Args:
+        mask: bool [1 or B, 1, S, whole S], True is hidden, as megatron's data loaders make it; S are this rank's rows
+            under context parallelism.
+
+    Raises:
+        ValueError: another dtype or shape.
+        RuntimeError: other values. On CUDA this is a device-side assertion.
+    """
+    seq = layout.tokens.shape[0] // layout.batch
+    whole = layout.num_tokens // layout.batch
+    advice = "QSA is causal over whole sequences; pass None, and hand padding and documents over as packed_seq_params"
+    shapes = [(batch, 1, seq, whole) for batch in dict.fromkeys((1, layout.batch))]
+    if mask.dtype != torch.bool or tuple(mask.shape) not in shapes:
+        raise ValueError(
+            f"attention_mask is {str(mask.dtype).removeprefix('torch.')} {tuple(mask.shape)}, must be bool "
+            f"{' or '.join(map(str, shapes))}: {advice}"
+        )
+    hidden = mask.view(torch.uint8)
+    # Hidden are the last tokens exactly if the first hidden one is where their number says.
+    future = whole - 1 - layout.rows.pos[:seq]
+    first = torch.where(future > 0, whole - future, 0)
+    causal = (hidden.sum(dim=-1, dtype=torch.int32) == future) & (hidden.argmax(dim=-1) == first)
+    torch._assert_async(causal.all(), f"attention_mask is not the causal one: {advice}")
+
+
 def packed_layout(packed: Any, num_rows: int, ratio: int, cp_group: dist.ProcessGroup) -> TokenLayout:
     """Layout of packed documents, of which this rank holds `num_rows` tokens.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -10,36 +10,51 @@ from megatron.core.transformer.experimental_attention_variant.dsa import DSAInde
 from torch import Tensor
 
 
+class LossScale:
+    """What the schedule multiplies the main loss of one microbatch by; 1 where no schedule says so.
+
+    A layer hands the same one to all its forward passes until `schedule.after_forward` fills it in and the layer takes
+    a new one. So a scale goes with the autograd graph of its microbatch, and is over when that is.
+    """
+
+    __slots__ = ("value",)
+
+    def __init__(self) -> None:
+        self.value: Tensor | None = None
+
+    def of(self, loss: Tensor) -> Tensor:
+        """The gradient of a loss."""
+        return torch.ones_like(loss) if self.value is None else self.value.to(loss.device, loss.dtype)
+
+
 class AttachIndexerLoss(torch.autograd.Function):
     """Hands an activation on and, in backward, starts the backward pass of a loss beside it.
 
-    The loss so enters the gradients without a place in the model's output. Its gradient is `scale`, what the schedule
-    multiplies the main loss by: 1 over the microbatches (1 with calculate_per_token_loss) times the gradient scaler's
-    factor. It is 1 until a schedule has run in this process, and stays what the last microbatch of a schedule set,
-    like the scales of megatron's own auxiliary losses: a loop without a schedule after one resets it to None.
+    The loss so enters the gradients without a place in the model's output. Its gradient is `scale` as it is by then.
     """
 
-    scale: ClassVar[Tensor | None] = None
-
     @staticmethod
-    def forward(ctx: Any, output: Tensor, loss: Tensor) -> Tensor:
-        ctx.loss_dtype, ctx.loss_device = loss.dtype, loss.device
+    def forward(ctx: Any, output: Tensor, loss: Tensor, scale: LossScale) -> Tensor:
+        ctx.scale = scale
+        ctx.save_for_backward(loss)
         return output.view_as(output)
 
     @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, Tensor]:
-        scale = AttachIndexerLoss.scale
-        if scale is None:
-            return grad_output, torch.ones((), dtype=ctx.loss_dtype, device=ctx.loss_device)
-        return grad_output, scale.to(ctx.loss_device, ctx.loss_dtype)
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, Tensor, None]:
+        (loss,) = ctx.saved_tensors
+        return grad_output, ctx.scale.of(loss), None
 
 
-def set_loss_scale(config: Any, num_microbatches: int, device: torch.device) -> None:
-    """Scale indexer losses as megatron's schedules scale the main loss of one of `num_microbatches`."""
-    scale = torch.full((1,), 1.0 if config.calculate_per_token_loss else 1.0 / num_microbatches, device=device)
+def schedule_scale(config: Any, num_microbatches: int, device: torch.device) -> Tensor:
+    """What megatron's schedules multiply the main loss of one of `num_microbatches` by, a scalar.
+
+    1 over their number (1 with calculate_per_token_loss), times the gradient scaler's factor.
+    """
+    per_token = getattr(config, "calculate_per_token_loss", False)
+    scale = torch.full((1,), 1.0 if per_token else 1.0 / num_microbatches, device=device)
     if config.grad_scale_func is not None:
         scale = config.grad_scale_func(scale)
-    AttachIndexerLoss.scale = scale.detach().reshape(())
+    return scale.detach().reshape(())
 
 
 def training_loss(kl_sum: Tensor, num_valid: Tensor, config: Any, cp_size: int) -> Tensor:
@@ -47,8 +62,10 @@ def training_loss(kl_sum: Tensor, num_valid: Tensor, config: Any, cp_size: int) 
 
     Gradients are averaged over context-parallel ranks together with data-parallel ones, while the ranks' parts add up
     to the loss of the microbatch: hence the factor. With calculate_per_token_loss megatron sums gradients over all
-    ranks and divides
-    by the tokens of the main loss.
+    microbatches and ranks and divides them by the number of tokens that the main loss counts. That number is known
+    after the last microbatch only, so the sum over this layer's tokens is what can be handed over, as megatron's own
+    auxiliary losses do. Where the main loss masks tokens out, the indexer's loss is then its mean over valid tokens
+    times valid over counted tokens.
 
     Args:
         kl_sum: KL summed over this rank's tokens, fp32 scalar.

@@ -1,23 +1,25 @@
 """The blocks that queries selected: kept for recomputation, given from outside, read back.
 
 A recomputed layer must attend what it attended the first time; a second selection may differ wherever scores tie or
-kernels round differently. The first pass saves its ids, the recomputation takes them.
+kernels round differently. The first pass saves its ids and the scale of its loss, the recomputation takes them.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
+import warnings
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from megatron.core.tensor_parallel.random import _unset_checkpointing
+from megatron.core.tensor_parallel.random import _unset_checkpointing, is_checkpointing
 from torch import Tensor
 
 from mcore_patches.attention.qsa.layout import TokenLayout
+from mcore_patches.attention.qsa.loss import LossScale
 from mcore_patches.ops.arguments import verify_distinct
 from mcore_patches.ops.packing import complete_blocks
 
@@ -26,6 +28,8 @@ if TYPE_CHECKING:
 
 _SKETCH = 8
 _TOLERANCE = 0.1
+# More forward passes than a pipeline has under way. What is older was left behind by passes without a backward pass.
+_MOST_SAVED = 64
 
 
 class RouteError(RuntimeError):
@@ -33,16 +37,21 @@ class RouteError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class SavedRoute:
-    """The ids of one forward pass, int32 [T, K], and what tells it from others: shape, boundaries, sketch of q_idx."""
+class SavedPass:
+    """A checkpointed forward pass of a layer that waits for its recomputation.
 
-    ids: Tensor
+    ids: int32 [T, K], None for dense attention. scale: of its loss. shape, cu_seqlens, sketch: what tells it from
+    other passes, the sketch being that of its (index) queries.
+    """
+
+    ids: Tensor | None
+    scale: LossScale
     shape: torch.Size
     cu_seqlens: Tensor
     sketch: Tensor
 
     def distance(self, shape: torch.Size, cu_seqlens: Tensor, sketch: Tensor) -> float:
-        """How far these index queries are from those it was saved for, relative; infinite if they are others.
+        """How far these queries are from those of this pass, relative; infinite if they are others.
 
         Waits for the device.
         """
@@ -53,15 +62,34 @@ class SavedRoute:
         ours = (apart <= _TOLERANCE * length) & (self.cu_seqlens == cu_seqlens).all()
         return float(torch.where(ours, apart / length.clamp_min(torch.finfo(length.dtype).tiny), math.inf))
 
+    def attends_as(self, other: SavedPass) -> bool:
+        """Waits for the device."""
+        if self.ids is None or other.ids is None:
+            return self.ids is other.ids
+        return torch.equal(self.ids, other.ids)
 
-def sketch(q_idx: Tensor) -> Tensor:
-    """A checksum of index queries that bears rounding: 8 sums with signs drawn from the places of the summands, fp32.
+
+def is_recomputation() -> bool:
+    """Whether this forward pass runs inside a backward pass, to make the activations of an earlier one again.
+
+    Megatron's own flag tells only its checkpoints, and is switched off by one inside another.
+    """
+    return torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1
+
+
+def is_first_pass() -> bool:
+    """Whether this is the forward pass of a checkpoint of megatron's, which a recomputation may follow."""
+    return is_checkpointing() and not torch.is_grad_enabled()
+
+
+def sketch(queries: Tensor) -> Tensor:
+    """A checksum of queries that bears rounding: 8 sums with signs drawn from the places of the summands, fp32.
 
     The distance of two sketches relative to their length estimates that of the tensors. Kernels that are not
     deterministic change the last bits of a recomputed activation, so equality would be too much to ask; other tokens
     give another tensor altogether.
     """
-    flat = q_idx.detach().flatten(1)
+    flat = queries.detach().flatten(1)
     by_channel = flat @ _signs(flat.shape[1], 1, flat.device).to(flat.dtype)
     return (by_channel.float() * _signs(flat.shape[0], 2, flat.device)).sum(dim=0)
 
@@ -78,51 +106,63 @@ class LayerRoutes:
     """The routes of one layer (of one virtual pipeline stage, which has layers of its own)."""
 
     def __init__(self) -> None:
-        self._saved: deque[SavedRoute] = deque()
+        self._saved: deque[SavedPass] = deque()
         self._unsettled = 0
         self.given: deque[Tensor] | None = None
-        self.record: list[Tensor] | None = None
+        self.records: list[list[Tensor]] = []
 
     def __len__(self) -> int:
-        """Saved routes that wait for their recomputation."""
+        """Saved passes that wait for their recomputation."""
         return len(self._saved)
 
-    def save(self, ids: Tensor, q_idx: Tensor, layout: TokenLayout) -> None:
-        self._saved.append(SavedRoute(ids, q_idx.shape, layout.cu_seqlens, sketch(q_idx)))
+    def save(self, ids: Tensor | None, scale: LossScale, queries: Tensor, layout: TokenLayout, layer: int) -> None:
+        """Keep what the recomputation of this pass will need; queries: [T, heads, channels], what it is known by."""
+        self._saved.append(SavedPass(ids, scale, queries.shape, layout.cu_seqlens, sketch(queries)))
         self._unsettled += 1
+        if len(self._saved) > _MOST_SAVED:
+            self._saved.popleft()
+            self._unsettled = min(self._unsettled, len(self._saved))
+            warnings.warn(
+                f"QSA layer {layer}: {_MOST_SAVED} forward passes wait for their recomputation, the oldest is "
+                f"forgotten. Passes in training mode without gradients leave theirs behind: put the model in "
+                f"evaluation mode for those",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
-    def replay(self, q_idx: Tensor, layout: TokenLayout, layer: int) -> Tensor:
-        """Take the route that was saved for these index queries out of the queue.
+    def replay(self, queries: Tensor, layout: TokenLayout, layer: int) -> SavedPass:
+        """Take the pass with these queries [T, heads, channels] out of the queue.
 
         Schedules recompute in the order of their forward passes, a sum of losses in reverse, so the order tells
-        nothing: it is the route whose index queries are nearest. A pass that left its route behind before the weights
-        changed is farther away than the pass that is recomputed.
+        nothing: it is the pass whose queries are nearest, the latest of several. A pass that left its route behind
+        before the weights changed is farther away than the pass that is recomputed.
 
         Raises:
-            RouteError: there is none, or several are equally near and differ.
+            RouteError: there is none, or several are equally near and attended different blocks.
         """
-        asked = (q_idx.shape, layout.cu_seqlens, sketch(q_idx))
-        distances = [route.distance(*asked) for route in self._saved]
+        asked = (queries.shape, layout.cu_seqlens, sketch(queries))
+        distances = [saved.distance(*asked) for saved in self._saved]
         nearest = min(distances, default=math.inf)
         if nearest < math.inf:
             places = [place for place, distance in enumerate(distances) if distance == nearest]
-            route = self._saved[places[0]]
-            if any(not torch.equal(self._saved[place].ids, route.ids) for place in places[1:]):
+            latest = self._saved[places[-1]]
+            if not all(latest.attends_as(self._saved[place]) for place in places):
                 raise RouteError(
-                    f"QSA layer {layer}: {len(places)} forward passes with the same index queries {tuple(q_idx.shape)} "
+                    f"QSA layer {layer}: {len(places)} forward passes with the same queries {tuple(queries.shape)} "
                     f"attended different blocks, and the recomputation cannot tell which of them it repeats. Run the "
                     f"backward pass of one before the forward pass of the next"
                 )
-            del self._saved[places[0]]
+            del self._saved[places[-1]]
             self._unsettled = min(self._unsettled, len(self._saved))
-            return route.ids
-        waiting = ", ".join(str(tuple(route.shape)) for route in self._saved) or "none"
+            return latest
+        waiting = ", ".join(str(tuple(saved.shape)) for saved in self._saved) or "none"
         raise RouteError(
-            f"QSA layer {layer}: the recomputation of index queries {tuple(q_idx.shape)} in "
-            f"{len(layout.cu_seqlens) - 1} documents finds no route saved for them (saved: {waiting}). Either the "
-            f"layer's input differs from the first pass by more than rounding, or forward passes in training mode with "
+            f"QSA layer {layer}: the recomputation of queries {tuple(queries.shape)} in "
+            f"{len(layout.cu_seqlens) - 1} documents finds no forward pass that it repeats (saved: {waiting}). The "
+            f"layer's input differs from the first pass by more than rounding; or forward passes in training mode with "
             f"no gradients left theirs behind: put the model in evaluation mode for those, or call "
-            f"discard_saved_routes(model)"
+            f"discard_saved_routes(model); or the checkpoint is none of megatron's: recompute by "
+            f"recompute_granularity, not by torch.utils.checkpoint"
         )
 
     def settle(self, keep: bool) -> None:
@@ -154,7 +194,7 @@ class LayerRoutes:
                 f"{name} must be [{layout.num_tokens}, blocks], a row for each token of the whole batch, "
                 f"got {tuple(ids.shape)}"
             )
-        mine = ids.to(layout.tokens.device).index_select(0, layout.tokens).to(torch.int32)
+        mine = ids.to(layout.tokens.device).index_select(0, layout.tokens).clamp(min=-1)
         mine = mine.masked_fill(layout.rows.pos[:, None] < 0, -1)
         unseen = (mine >= complete_blocks(layout.rows.pos, ratio)[:, None]).any(dim=1)
         if unseen.any():
@@ -164,12 +204,15 @@ class LayerRoutes:
                 f"is token {int(layout.tokens[row])} at position {int(layout.rows.pos[row])} with block "
                 f"{int(mine[row].max())}"
             )
+        mine = mine.to(torch.int32)
         verify_distinct(name, mine, layout.rows.pos, ratio)
         return mine
 
     def note(self, ids: Tensor, layout: TokenLayout) -> None:
-        if self.record is not None:
-            self.record.append(layout.gather(ids))
+        if self.records:
+            gathered = layout.gather(ids)
+            for record in self.records:
+                record.append(gathered)
 
 
 def qsa_layers(model: torch.nn.Module | Sequence[torch.nn.Module]) -> Iterator[QSASelfAttention]:
@@ -180,6 +223,17 @@ def qsa_layers(model: torch.nn.Module | Sequence[torch.nn.Module]) -> Iterator[Q
         for module in chunk.modules():
             if isinstance(module, QSASelfAttention):
                 yield module
+
+
+def _by_number(model: torch.nn.Module | Sequence[torch.nn.Module], caller: str) -> dict[int, QSASelfAttention]:
+    layers: dict[int, QSASelfAttention] = {}
+    for layer in qsa_layers(model):
+        number = layer.global_layer_number
+        if layers.setdefault(number, layer) is not layer:
+            raise ValueError(
+                f"{caller}: two QSA layers have the number {number}, so the models are several; call it once for each"
+            )
+    return layers
 
 
 def discard_saved_routes(model: torch.nn.Module | Sequence[torch.nn.Module]) -> None:
@@ -200,16 +254,20 @@ def record_routes(model: torch.nn.Module | Sequence[torch.nn.Module]) -> Iterato
         Layer number (from 1, those of MTP layers after the decoder's) to a list with one tensor a forward pass: int32
         [n, K] document-local block ids of all n tokens of the batch, ascending, -1 at the end of a row; sequences of a
         batch follow each other. With context parallelism recording is a collective of all its ranks.
+
+    Raises:
+        ValueError: several models that number their layers alike.
     """
-    layers = list(qsa_layers(model))
-    recorded: dict[int, list[Tensor]] = {layer.global_layer_number: [] for layer in layers}
-    for layer in layers:
-        layer.routes.record = recorded[layer.global_layer_number]
+    layers = _by_number(model, "record_routes")
+    recorded: dict[int, list[Tensor]] = {number: [] for number in layers}
+    for number, layer in layers.items():
+        layer.routes.records.append(recorded[number])
     try:
         yield recorded
     finally:
-        for layer in layers:
-            layer.routes.record = None
+        for number, layer in layers.items():
+            # By identity: the list of another recording may hold the same.
+            layer.routes.records = [record for record in layer.routes.records if record is not recorded[number]]
 
 
 @contextlib.contextmanager
@@ -220,17 +278,19 @@ def inject_routes(
 
     Args:
         routes: layer number to one tensor for each forward pass to come, both as `record_routes` yields them (any order
-            in a row, any number of columns). Layers that are not named select for themselves. A recomputation uses
-            none of its own.
+            in a row, any number of columns). Layers that are not named do as before: they select for themselves, or
+            take routes of an injection around this one. A recomputation uses none of its own.
 
     Raises:
-        ValueError: a layer number that the model does not have, on entry.
+        ValueError: a layer number that the model does not have, or several models that number their layers alike, on
+            entry.
         RouteError: on exit without another exception, when routes are left over. Further errors as in
             `LayerRoutes.take_given`, in the forward pass.
     """
-    layers = {layer.global_layer_number: layer for layer in qsa_layers(model)}
+    layers = _by_number(model, "inject_routes")
     if unknown := sorted(set(routes) - set(layers)):
         raise ValueError(f"inject_routes: routes name layers {unknown}; the QSA layers here are {sorted(layers)}")
+    before = {number: layers[number].routes.given for number in routes}
     for number, given in routes.items():
         layers[number].routes.given = deque(given)
     try:
@@ -239,5 +299,5 @@ def inject_routes(
         if any(left.values()):
             raise RouteError(f"inject_routes: routes left over (layer: number) {left}")
     finally:
-        for number in routes:
-            layers[number].routes.given = None
+        for number, given_before in before.items():
+            layers[number].routes.given = given_before
