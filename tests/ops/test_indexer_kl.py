@@ -111,6 +111,41 @@ def test_uniform_teacher_against_given_scores(backend):
 
 
 @BACKENDS
+@STAGES
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
+@pytest.mark.parametrize("relu", [False, True], ids=["linear", "relu"])
+def test_gradient_of_scores_is_student_less_teacher(relu, reduction, stage, backend):
+    """dL/dI = coefficient (softmax(I) - t) / N on the support and 0 elsewhere, with a teacher that is not uniform."""
+    lengths, coefficient, index_scale = [13, 6, 33], 0.3, 0.5
+    rows = rows_of(lengths, 4, padding=3)
+    blocks = num_blocks_of(lengths, 4)
+    # One head and a channel for each block: the score of a block is an entry of q_idx.
+    p = problem(rows, blocks, heads=1, channels=blocks)._replace(k_blocks=torch.eye(blocks, dtype=torch.float64))
+    ids = selection(stage, rows)
+    settings = {"weighted": False, "relu": relu, "reduction": reduction, "index_scale": index_scale, "backend": backend}
+    got = run(p, ids, rows, 4, upstream=coefficient, **settings)["dq_idx"][:, 0] / index_scale
+
+    factor = coefficient / (sum(lengths) if reduction == "mean" else 1)
+    expected, unlike = torch.zeros_like(got), 0
+    for row, (pos, start, block_start) in enumerate(zip(*(field.tolist() for field in rows))):
+        count = (pos + 1) // 4
+        support = list(range(count)) if ids is None else [b for b in ids[row].tolist() if 0 <= b < count]
+        if not support:
+            continue
+        tokens = [4 * b + j for b in support for j in range(4)] + list(range(4 * count, pos + 1))
+        keys = p.k[start + torch.tensor(tokens)].repeat_interleave(2, dim=1)
+        mass = torch.einsum("hd,thd->ht", 0.7 * p.q[row], keys).softmax(dim=1).sum(dim=0)
+        mass = mass[: 4 * len(support)].view(-1, 4).amax(dim=1)
+        teacher, places = mass / mass.sum(), block_start + torch.tensor(support)
+        entries = p.q_idx[row, 0, places]
+        student = (index_scale * (entries.relu() if relu else entries)).softmax(dim=0)
+        expected[row, places] = factor * (student - teacher) * (entries > 0 if relu else 1)
+        unlike += bool(teacher.max() > 2 * teacher.min())
+    assert unlike > 5, "the teacher is uniform almost everywhere"
+    torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-13)
+
+
+@BACKENDS
 def test_the_maximum_is_taken_after_the_sum_over_heads(backend):
     """Two heads that look at different tokens of block 0: sum then max is 1, max then sum would be 2."""
     rows = PackedRows(*(torch.tensor([x], dtype=torch.int32) for x in (3, 0, 0)))
