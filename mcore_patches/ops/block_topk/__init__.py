@@ -3,6 +3,7 @@
 The selection of QSA (arXiv 2608.30320, Eq. 12-15) and, with ratio 1 and head weights, of DSA's token indexer.
 """
 
+import warnings
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from mcore_patches.ops.arguments import (
 from mcore_patches.ops.backend import kernel_module, resolve
 from mcore_patches.ops.block_topk.chunked import select_blocks_chunked
 from mcore_patches.ops.block_topk.naive import select_blocks_naive
+from mcore_patches.ops.jit import KernelBuildError
 from mcore_patches.ops.workspace import accumulation_dtype
 
 __all__ = ["resolve_backend", "select_blocks", "supports"]
@@ -50,7 +52,8 @@ def select_blocks(
     ``sum_h weights[i, h] * act(q_idx[i, h] . k_blocks[b])``, act being relu or the identity. The result is the set of
     the `topk` first blocks by (score descending, id ascending); 0.0 and -0.0 are equal. Products and the sum over
     heads, taken in ascending order of heads, are fp32, and fp64 for fp64 inputs. The result is the same bit for bit in
-    every run, and for every chunk size of the chunked path.
+    every run and for every chunk size of a path. TileLang's sums over channels are those of the matrix units: its
+    selection differs from the chunked path's where scores lie within a few ulps of the last one taken.
 
     Args:
         q_idx: [Tq, H, d] float, any strides.
@@ -73,25 +76,28 @@ def select_blocks(
 
     Raises:
         TypeError, ValueError: an argument's type, dtype, shape, device or, when checked, value; or the backend.
+        KernelBuildError: backend="tilelang", and a kernel does not compile; "auto" warns and takes the chunked path.
     """
     _check(q_idx, k_blocks, row_pos, row_block_start, ratio, topk, weights, relu, index_scale, checked)
     if checked:
         verify_positions(_OP, row_pos)
         verify_blocks(_OP, row_pos, row_block_start, k_blocks.shape[0], ratio)
     tensors = (q_idx, k_blocks, row_pos, row_block_start)
-    match resolve_backend(
-        *tensors, ratio=ratio, topk=topk, weights=weights, relu=relu, index_scale=index_scale, backend=backend
-    ):
-        case "naive":
-            return select_blocks_naive(*tensors, ratio=ratio, topk=topk, weights=weights, relu=relu)
-        case "chunked":
-            return select_blocks_chunked(*tensors, ratio=ratio, topk=topk, weights=weights, relu=relu, checked=checked)
-        case _:
-            kernels = kernel_module(_KERNELS)
-            assert kernels is not None
-            return kernels.select_blocks_tilelang(
-                *tensors, ratio=ratio, topk=topk, weights=weights, relu=relu, checked=checked
-            )
+    settings: dict[str, Any] = {"ratio": ratio, "topk": topk, "weights": weights, "relu": relu}
+    chosen = resolve_backend(*tensors, **settings, index_scale=index_scale, backend=backend)
+    if chosen == "naive":
+        return select_blocks_naive(*tensors, **settings)
+    if chosen == "tilelang":
+        kernels = kernel_module(_KERNELS)
+        assert kernels is not None
+        try:
+            return kernels.select_blocks_tilelang(*tensors, **settings, checked=checked)
+        except KernelBuildError as error:
+            if backend == "tilelang":
+                raise
+            # From now on `supports` gives the same reason.
+            warnings.warn(f"{_OP} takes the chunked path: {error}", RuntimeWarning, stacklevel=2)
+    return select_blocks_chunked(*tensors, **settings, checked=checked)
 
 
 def supports(

@@ -1,0 +1,171 @@
+"""`select_blocks` on TileLang: which arguments the kernels take, how they are built, and their launches."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mcore_patches.ops.arguments import verify_not_nan
+from mcore_patches.ops.block_topk.design import (
+    DTYPES,
+    GROUP,
+    INVISIBLE,
+    ScoreTiles,
+    rows_at_once,
+    score_tiles,
+    select_tiles,
+    splits_of_a_tile,
+)
+from mcore_patches.ops.device import Device, describe
+from mcore_patches.ops.jit import CACHE, compile_kernel
+from mcore_patches.ops.packing import complete_blocks
+from mcore_patches.ops.workspace import chunks
+
+_INFINITY = 0x7F800000  # the key of a score of +inf; a GPU's NaN lies above
+new_empty = torch.empty  # a name of its own, for tests that put guards around buffers
+
+
+def supports(
+    q_idx: Tensor,
+    k_blocks: Tensor,
+    row_pos: Tensor,
+    row_block_start: Tensor,
+    *,
+    ratio: int,
+    topk: int,
+    weights: Tensor | None = None,
+    relu: bool = True,
+) -> tuple[bool, str]:
+    """Whether the kernels run these arguments of `select_blocks`, and why not. No value is read, nothing compiled."""
+    if not q_idx.is_cuda:
+        return False, f"q_idx is on {q_idx.device}, the kernels need a CUDA device"
+    if importlib.util.find_spec("tilelang") is None:
+        return False, "tilelang is not installed"
+    if q_idx.shape[0] == 0 or k_blocks.shape[0] == 0:
+        return False, f"there is nothing to select: q_idx {tuple(q_idx.shape)}, k_blocks {tuple(k_blocks.shape)}"
+    device = _device(q_idx.device)
+    tiles = score_tiles(device.arch, device.shared_bytes, q_idx.dtype, q_idx.shape[1], q_idx.shape[2], topk)
+    if isinstance(tiles, str):
+        return False, tiles
+    fault = CACHE.failure_of("block_topk.score", device.arch, *q_idx.shape[1:], q_idx.dtype)
+    fault = fault or CACHE.failure_of("block_topk.select", device.arch, topk)
+    return fault is None, fault or ""
+
+
+def _device(device: torch.device) -> Device:
+    return describe(torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index))
+
+
+def score_kernel(
+    arch: str, dtype: torch.dtype, heads: int, channels: int, tiles: ScoreTiles, weighted: bool, relu: bool
+) -> Any:
+    """The compiled scoring kernel, built on the first call.
+
+    Raises:
+        KernelBuildError: it does not compile.
+    """
+    key = ("block_topk.score", arch, heads, channels, dtype, tiles, weighted, relu)
+
+    def build() -> Any:
+        from mcore_patches.ops.block_topk import tilelang_score
+
+        function = tilelang_score.score_kernel(
+            heads=heads,
+            channels=channels,
+            tile_rows=tiles.rows,
+            tile_blocks=tiles.blocks,
+            stages=tiles.stages,
+            slots=tiles.slots,
+            dtype=DTYPES[dtype],
+            weighted=weighted,
+            relu=relu,
+        )
+        return compile_kernel(key, function, arch=arch, pass_configs=tilelang_score.PASS_CONFIGS)
+
+    return CACHE.get(key, build)
+
+
+def select_kernel(arch: str, topk: int) -> Any:
+    """The compiled selection, built on the first call.
+
+    Raises:
+        KernelBuildError: it does not compile.
+    """
+    key = ("block_topk.select", arch, topk)
+
+    def build() -> Any:
+        from mcore_patches.ops.block_topk import tilelang_select
+
+        tiles = select_tiles(topk)
+        function = tilelang_select.select_kernel(topk=topk, threads=tiles.threads, blocks_per_sm=tiles.blocks_per_sm)
+        return compile_kernel(key, function, arch=arch, pass_configs=tilelang_select.PASS_CONFIGS)
+
+    return CACHE.get(key, build)
+
+
+@torch.compiler.disable
+def select_blocks_tilelang(
+    q_idx: Tensor,
+    k_blocks: Tensor,
+    row_pos: Tensor,
+    row_block_start: Tensor,
+    *,
+    ratio: int,
+    topk: int,
+    weights: Tensor | None,
+    relu: bool,
+    checked: bool = False,
+    row_chunk: int | None = None,
+) -> Tensor:
+    """Arguments and result as in `select_blocks`; `row_chunk` replaces the number of rows that are scored at once.
+
+    Raises:
+        KernelBuildError: a kernel does not compile; `supports` declines from then on.
+    """
+    (num_rows, heads, channels), num_blocks = q_idx.shape, k_blocks.shape[0]
+    device = _device(q_idx.device)
+    tiles = score_tiles(device.arch, device.shared_bytes, q_idx.dtype, heads, channels, topk)
+    assert isinstance(tiles, ScoreTiles)
+    score = score_kernel(device.arch, q_idx.dtype, heads, channels, tiles, weights is not None, relu)
+    select = select_kernel(device.arch, topk)
+
+    new = functools.partial(new_empty, dtype=torch.int32, device=q_idx.device)
+    width = -(-num_blocks // tiles.blocks) * tiles.blocks
+    at_once = rows_at_once(num_rows, tiles, width) if row_chunk is None else row_chunk
+    keys, maxima, ids = new(at_once, width), new(at_once, width // GROUP), new(num_rows, topk)
+    queries, index_keys = _readable(q_idx), _readable(k_blocks)
+    head_weights = queries.new_empty(0, heads, dtype=torch.float32) if weights is None else weights.contiguous()
+    row_first, row_count = row_block_start.contiguous(), complete_blocks(row_pos, ratio).contiguous()
+    nan_rows = []
+    for rows in chunks(num_rows, at_once):
+        number = rows.stop - rows.start
+        placement = row_first[rows], row_count[rows]
+        if checked:
+            maxima.fill_(INVISIBLE)
+        score(
+            queries[rows],
+            index_keys,
+            head_weights[rows],
+            *placement,
+            keys[:number].view(number, -1, tiles.blocks),
+            maxima[:number].view(number, -1, tiles.blocks // GROUP),
+            0 if checked else topk,  # rows with fewer blocks take all of them unseen
+            splits_of_a_tile(number, tiles, width, device.multiprocessors),
+        )
+        if checked:
+            nan_rows.append((maxima[:number] > _INFINITY).any(dim=1))
+        select(keys[:number], maxima[:number].view(-1), *placement, ids[rows])
+    if checked:
+        what = "scores of visible blocks (from q_idx, k_blocks, weights)"
+        verify_not_nan("select_blocks", torch.cat(nan_rows), what)
+    return ids
+
+
+def _readable(tensor: Tensor) -> Tensor:
+    """`tensor` without its graph and contiguous, from an address that 16-byte copies can read."""
+    tensor = tensor.detach().contiguous()
+    return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
