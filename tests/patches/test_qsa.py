@@ -78,10 +78,10 @@ def no_heavy_import() -> None:
     assert not {"torch", "megatron"} & set(sys.modules)
 
 
-@pytest.fixture
-def changed_release(tmp_path: Path) -> Path:
-    """A copy of the newest release to edit; files are shared with the original until they are replaced."""
-    source = releases.path(releases.RELEASES[-1])
+@pytest.fixture(params=releases.RELEASES)
+def changed_release(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """A copy of a release to edit; files are shared with the original until they are replaced."""
+    source = releases.path(request.param)
     shutil.copytree(
         source / "megatron", tmp_path / "megatron", copy_function=os.link, ignore=shutil.ignore_patterns("__pycache__")
     )
@@ -111,13 +111,9 @@ def state_and_messages(folder: Path) -> tuple[State, str, str, bool]:
 
 
 def test_steps_aside_once_upstream_has_the_variant(changed_release: Path) -> None:
-    _edit(
-        changed_release,
-        SPECS,
-        '    elif config.experimental_attention_variant == "dsa":\n',
-        '    elif config.experimental_attention_variant == "qsa":\n        return None\n'
-        '    elif config.experimental_attention_variant == "dsa":\n',
-    )
+    first = '    if config.experimental_attention_variant == "gated_delta_net":\n        return get_gated'
+    theirs = '    if config.experimental_attention_variant == "qsa":\n        return None\n'
+    _edit(changed_release, SPECS, first, theirs + first)
     state, reason, logged, changed = call(f"{__name__}:state_and_messages", {"folder": changed_release}, "torch")
     assert state is State.UPSTREAM_FIXED
     assert "get_experimental_attention_variant_module_spec knows the variant 'qsa'" in reason
