@@ -1,4 +1,4 @@
-"""The command mcore-patches. Exit status: 0 fine, 1 a patch or a check is in an error state, 2 bad input."""
+"""The command mcore-patches. Exit status: 0 fine, 1 an error state, 2 bad input, or no way to write."""
 
 from __future__ import annotations
 
@@ -10,31 +10,51 @@ from collections.abc import Sequence
 from typing import Any
 
 import mcore_patches
-from mcore_patches.overlay.errors import OverlayError
+from mcore_patches.overlay.errors import OverlayError, printable
 from mcore_patches.overlay.report import Report
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand; returns the exit status."""
-    options = _parser().parse_args(argv)
+    if sys.stdout is None:
+        return _complain("stdout is closed")
     status = 0
     try:
-        status = int(options.run(options))
+        status = _run(argv)
         sys.stdout.flush()
     except OverlayError as exc:
-        print(f"mcore-patches: {exc}", file=sys.stderr)
-        return 2
+        return _complain(str(exc))
     except BrokenPipeError:
-        # Whoever reads has gone (`| head`). The interpreter flushes once more when it exits.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _discard_output()  # whoever reads has gone (`| head`)
+    except OSError as exc:
+        _discard_output()
+        return _complain(str(exc))
     return status
+
+
+def _run(argv: Sequence[str] | None) -> int:
+    try:
+        options = _parser().parse_args(argv)
+    except SystemExit as exc:  # argparse has printed help, the version or what is wrong
+        return int(exc.code or 0)
+    return int(options.run(options))
+
+
+def _complain(text: str) -> int:
+    print(f"mcore-patches: {printable(text)}", file=sys.stderr)
+    return 2
+
+
+def _discard_output() -> None:
+    """The interpreter writes once more when it exits: what is left goes nowhere."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="mcore-patches",
         description="Runtime patches for pinned megatron-core releases.",
-        epilog="exit status: 0 fine; 1 a patch or a check is in an error state; 2 bad input",
+        epilog="exit status: 0 fine; 1 a patch or a check is in an error state; 2 bad input, or no way to write",
     )
     parser.add_argument("--version", action="version", version=f"mcore-patches {mcore_patches.__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
@@ -94,6 +114,7 @@ def _fingerprint(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(rows, indent=2))
     else:
+        print(f"megatron-core {rows['version']}")
         for row in rows["targets"]:
             print(f"{row['patch']}  {row['target']}  {row['verdict']}  {row['fingerprint'] or row['reason']}")
     return 0

@@ -221,7 +221,8 @@ def test_fingerprint_of_a_wheel(tmp_path, release):
     assert not [name for name in sys.modules if name.partition(".")[0] in ("torch", "megatron")]
     status, out, _ = cli("fingerprint", str(path))
     assert status == 0
-    assert len(out.splitlines()) == len(data["targets"])
+    assert out.splitlines()[0] == f"megatron-core {release}"
+    assert len(out.splitlines()) == 1 + len(data["targets"])
 
 
 @isolated()
@@ -261,13 +262,40 @@ def test_no_command_and_an_unknown_one():
         assert "usage: mcore-patches" in err
 
 
+def run_with_stdout(stdout, *arguments, shell=""):
+    """(exit status, stderr) of the command in an interpreter of its own."""
+    environment = {**os.environ, "PYTHONPATH": f"{releases.path('0.19.2')}{os.pathsep}{ROOT}"}
+    command = [sys.executable, "-m", "mcore_patches.cli", *arguments]
+    if shell:
+        command = ["sh", "-c", f'exec "$0" "$@" {shell}', *command]
+    done = subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, text=True, env=environment, timeout=120)
+    return done.returncode, done.stderr
+
+
 @pytest.mark.parametrize("arguments", [("status", "--json"), ("status",)], ids=" ".join)
 def test_a_reader_that_goes_away_is_no_error(arguments):
     """`mcore-patches status | head -n 1`, with a reader that reads nothing at all."""
-    environment = {**os.environ, "PYTHONPATH": f"{releases.path('0.19.2')}{os.pathsep}{ROOT}"}
     reader, writer = os.pipe()
     os.close(reader)
-    command = [sys.executable, "-m", "mcore_patches.cli", *arguments]
-    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, env=environment, timeout=120)
+    assert run_with_stdout(writer, *arguments) == (0, "")
     os.close(writer)
-    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("arguments", [("status", "--json"), ("status",)], ids=" ".join)
+def test_a_full_disk_is_one_line_and_exit_status_2(arguments):
+    with open("/dev/full", "w") as full:
+        status, err = run_with_stdout(full, *arguments)
+    assert (status, err) == (2, "mcore-patches: [Errno 28] No space left on device\n")
+
+
+def test_a_closed_stdout_is_one_line_and_exit_status_2():
+    assert run_with_stdout(None, "status", shell=">&-") == (2, "mcore-patches: stdout is closed\n")
+
+
+@isolated(MCORE_PATCHES_STRICT="\x1b[31mred\x1b[0m\nx")
+def test_control_characters_do_not_reach_the_terminal():
+    status, out, err = cli("status")
+    assert (status, out) == (2, "")
+    assert "\x1b" not in err
+    assert err.count("\n") == 1
+    assert cli("fingerprint", "\x1b[31mred.whl")[2].startswith("mcore-patches: \\x1b[31mred.whl: ")

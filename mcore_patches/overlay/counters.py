@@ -49,13 +49,13 @@ class Counters:
         Raises DeclinedError when MCORE_PATCHES_ON_DECLINE=raise.
         """
         self.declines[reason] = self.declines.get(reason, 0) + 1
-        self.fallback_bytes = max(self.fallback_bytes, fallback_bytes)
         message = (
             f"{self.patch_id}: fused call declined: {reason} ({shape_class}); {fallback} runs instead and "
             f"allocates {human_bytes(fallback_bytes)}"
         )
         if settings.on_decline() == "raise":
             raise DeclinedError(f"{message}; MCORE_PATCHES_ON_DECLINE=raise")
+        self.fallback_bytes = max(self.fallback_bytes, fallback_bytes)
         if (reason, shape_class) not in self._warned:
             self._warned.add((reason, shape_class))
             log.warning("%s", message)

@@ -15,6 +15,7 @@ from collections.abc import Collection, Iterable, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 
+from mcore_patches.overlay.errors import said
 from mcore_patches.overlay.locate import module_dict
 from mcore_patches.overlay.patch import Patch, Probing, State
 from mcore_patches.overlay.registry import Entry
@@ -97,6 +98,8 @@ class Decider:
             return Decision(state, hint + "; ".join(dict.fromkeys(absent)), sites)
         if missing := [m for m in (s.missing_live() for s in sites) if m]:
             return Decision(State.TARGET_ABSENT, "; ".join(missing), sites)
+        if unfit := [u for u in (s.unfit() for s in sites) if u]:
+            return Decision(State.DRIFTED, f"{hint}{'; '.join(unfit)}", sites)
         if foreign := [f for f in (s.foreign() for s in sites) if f]:
             reason = "; ".join(foreign) + "; another tool has changed it, or the file was replaced after the import"
             return Decision(State.CONFLICT, reason, sites)
@@ -209,10 +212,6 @@ def _importable(package: str) -> bool:
         return importlib.util.find_spec(package) is not None
     except (ImportError, ValueError):
         return False
-
-
-def said(exc: BaseException) -> str:
-    return f"{type(exc).__name__}: {exc}"
 
 
 def _live_instances(classes: Iterable[str]) -> str | None:

@@ -18,8 +18,8 @@ from typing import Any
 
 from mcore_patches.overlay import imports, layers, settings
 from mcore_patches.overlay.counters import Counters
-from mcore_patches.overlay.decide import Decider, Decision, said, sites_of, what_it_lacks
-from mcore_patches.overlay.errors import NotAppliedError, NotRevertedError, OverlayError, SettingsError
+from mcore_patches.overlay.decide import Decider, Decision, sites_of, what_it_lacks
+from mcore_patches.overlay.errors import NotAppliedError, NotRevertedError, OverlayError, SettingsError, said, shown
 from mcore_patches.overlay.layers import AnyChange, Change, Layer
 from mcore_patches.overlay.outcomes import Outcome, Speaker, report_of, row_of
 from mcore_patches.overlay.patch import IN_PLACE, Patch, State
@@ -100,9 +100,9 @@ class Engine:
         excluded = self._checked("exclude", exclude)
         forced = self._checked("force", force) | settings.force(known)
         if strict is not None and not isinstance(strict, bool):
-            raise SettingsError(f"strict is {strict!r}; allowed are True, False and None")
+            raise SettingsError(f"strict is {shown(strict)}; allowed are True, False and None")
         if not isinstance(dry_run, bool):
-            raise SettingsError(f"dry_run is {dry_run!r}; allowed are True and False")
+            raise SettingsError(f"dry_run is {shown(dry_run)}; allowed are True and False")
         strict = settings.strict() if strict is None else strict
         prefixes = settings.prefixes()
         off = self._refusals(wanted, excluded)
@@ -164,7 +164,7 @@ class Engine:
 
     def require(self, patch_id: str) -> Row:
         if not isinstance(patch_id, str):
-            raise SettingsError(f"patch_id is {patch_id!r}; allowed is one id")
+            raise SettingsError(f"patch_id is {shown(patch_id)}; allowed is one id")
         self._checked("patch_id", patch_id)
         settings.check(self.registry.entries)
         entry = self.registry.entries[patch_id]
@@ -196,10 +196,10 @@ class Engine:
         try:
             given = [ids] if isinstance(ids, str) else list(ids)
         except TypeError:
-            raise SettingsError(f"{argument} is {ids!r}; allowed is an id or several") from None
+            raise SettingsError(f"{argument} is {shown(ids)}; allowed is an id or several") from None
         for patch_id in given:
             if not isinstance(patch_id, str) or patch_id not in known:
-                raise SettingsError(f"{argument} names {patch_id!r}; known ids are {', '.join(sorted(known))}")
+                raise SettingsError(f"{argument} names {shown(patch_id)}; known ids are {', '.join(sorted(known))}")
         return frozenset(given)
 
     def _refusals(self, wanted: frozenset[str] | None, excluded: frozenset[str]) -> dict[str, str | None]:

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from mcore_patches.overlay.errors import OverlayError
+from mcore_patches.overlay.errors import OverlayError, SettingsError, shown
 
 if TYPE_CHECKING:
     import zipfile
@@ -111,14 +111,27 @@ def read_source(path: StrPath) -> str:
     """The text of a Python source file: UTF-8, with LF line ends and without a byte order mark. Raises SourceError."""
     name = os.fspath(path)
     try:
-        with open(name, "rb") as file:
-            data = file.read()
+        data = _source_bytes(name)
     except (OSError, ValueError) as error:  # ValueError: a NUL in the name
         raise SourceError(name, f"cannot be read: {getattr(error, 'strerror', None) or error}") from None
     try:
         return _decoded(data)
     except UnicodeDecodeError as error:
         raise SourceError(name, _not_utf8(error)) from None
+
+
+def _source_bytes(path: str) -> bytes:
+    try:
+        with open(path, "rb") as file:
+            return file.read()
+    except NotADirectoryError:
+        # A package on sys.path may be a zip archive, whose members have the archive's path in front of theirs.
+        from zipimport import ZipImportError, zipimporter
+
+        try:
+            return zipimporter(os.path.dirname(path)).get_data(path)
+        except ZipImportError as error:
+            raise OSError(error) from None
 
 
 def parse_source(text: str, path: StrPath) -> ast.Module:
@@ -284,7 +297,7 @@ class Wheel:
 def read_wheel(path: StrPath, distribution: str = "megatron-core") -> Wheel:
     """Open a wheel of `distribution` for reading, after checking that it is safe to read.
 
-    Raises WheelError, with the file's name and what is allowed, for
+    Raises SettingsError for a `path` of another type, and WheelError, with the file's name and what is allowed, for
 
     - a file that is missing, a folder, unreadable, larger than MAX_WHEEL_BYTES, not a zip archive, or damaged;
     - more than MAX_MEMBERS members, a member that would unpack to more than MAX_MEMBER_BYTES, or all of them to more
@@ -294,7 +307,9 @@ def read_wheel(path: StrPath, distribution: str = "megatron-core") -> Wheel:
     import io
     import zipfile
 
-    path = os.fspath(path)
+    path = os.fspath(path) if isinstance(path, os.PathLike) else path
+    if not isinstance(path, str):
+        raise SettingsError(f"path is {shown(path)}; allowed is the path of a wheel, a str or os.PathLike[str]")
     try:
         # An archive comes from outside, and what zipfile raises for bad ones is not a closed list.
         archive = zipfile.ZipFile(io.BytesIO(_wheel_bytes(path)))

@@ -18,6 +18,7 @@ from typing import Any
 from mcore_patches.overlay import fields, rebind
 from mcore_patches.overlay.counters import Counters
 from mcore_patches.overlay.errors import OverlayError
+from mcore_patches.overlay.locate import module_dict
 from mcore_patches.overlay.patch import AnyTarget, Below, ConfigField, FieldsTarget, Target
 
 STACK = "__mcore_patches__"
@@ -86,23 +87,52 @@ def beneath(obj: Any) -> Iterable[Any]:
             return
 
 
-def strays(live: Iterable[Any]) -> dict[Key, list[Stack]]:
-    """Stacks of replacements that module-level names still hold although their target is another object by now.
+_carriers: weakref.WeakSet[Any] = weakref.WeakSet()
+"""What has carried a stack: where to look for those whose modules have left sys.modules. Only a look tells."""
 
-    That is so after a reload or a second import of the target's module. live: the originals of the targets as they are.
+
+def strays(live: Iterable[Any]) -> dict[Key, list[Stack]]:
+    """Stacks that are still in place although their target is another object by now.
+
+    That is so after a reload or a second import of the target's module: module-level names hold the older replacement,
+    or somebody the older module. live: the originals of the targets as they are.
     """
     known = {id(o) for o in live}
     found: dict[int, Stack] = {}
     for _, names in rebind.modules():
         for value in list(names.values()):
-            if type(value) is FunctionType and hasattr(value, rebind.MADE_BY):
-                stack = stack_on(value)
-                if stack is not None and id(stack.original) not in known:
-                    found[id(value)] = stack
+            if type(value) is FunctionType and hasattr(value, rebind.MADE_BY) and (stack := stack_on(value)):
+                found[id(value)] = stack
+    for value in list(_carriers):
+        if (stack := stack_on(value)) and (issubclass(type(value), type) or home_of(stack)):
+            found[id(value)] = stack
+    found = {i: stack for i, stack in found.items() if id(stack.original) not in known}
     result: dict[Key, list[Stack]] = {}
     for stack in found.values():
         result.setdefault(stack.key, []).append(stack)
     return result
+
+
+def home_of(stack: Stack) -> tuple[Any, str] | None:
+    """(holder, attribute) of a stack's function in its own module; None if it does not lie there any more."""
+    holder: Any = stack.module
+    *outer, attribute = stack.key[1].split(".")
+    try:
+        for name in outer:
+            holder = names_of(holder)[name]
+        raw = names_of(holder)[attribute]
+    except (KeyError, TypeError):
+        return None
+    return (holder, attribute) if unwrapped(raw) is stack.carrier() else None
+
+
+def names_of(holder: Any) -> Any:
+    """The dictionary of a module or class. Raises TypeError for anything else."""
+    return module_dict(holder) if issubclass(type(holder), ModuleType) else vars(holder)
+
+
+def unwrapped(raw: Any) -> Any:
+    return raw.__func__ if issubclass(type(raw), staticmethod | classmethod) else raw
 
 
 @dataclass(eq=False)
@@ -149,6 +179,8 @@ class Change:
             wrapper = type(self.raw)
             wrapped = wrapper(self.after) if issubclass(wrapper, staticmethod | classmethod) else self.after
             setattr(self.holder, self.attribute, wrapped if self.layers else self.raw)
+        if self.layers:
+            _carriers.add(self.after)
 
     def undo(self) -> None:
         for alias in reversed(self.aliases):
@@ -187,6 +219,7 @@ class FieldsChange:
             setattr(
                 self.cls, STACK, Stack(self.key, weakref.ref(self.cls), self.cls, self.cls, self.module, self.layers)
             )
+            _carriers.add(self.cls)
         elif self.stack_before is not None:
             delattr(self.cls, STACK)
 

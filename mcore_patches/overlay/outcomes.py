@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from mcore_patches.overlay.counters import Counters
-from mcore_patches.overlay.patch import ERRORS, State
+from mcore_patches.overlay.errors import printable
+from mcore_patches.overlay.patch import ERRORS, IN_PLACE, State
 from mcore_patches.overlay.registry import Entry
 from mcore_patches.overlay.report import Report, Row, TargetRow
 from mcore_patches.overlay.sites import Site
@@ -24,6 +25,10 @@ _LEVELS = {
     State.UPSTREAM_FIXED: logging.WARNING,
     **dict.fromkeys(ERRORS, logging.ERROR),
 }
+
+
+_SHOWN = 5
+"""References to an original that a warning names; the report has all."""
 
 
 @dataclass(frozen=True)
@@ -93,16 +98,24 @@ class Speaker:
     """Logs what a person should know: each thing once in a process, and by one rank for all."""
 
     def __init__(self) -> None:
-        self._said: set[tuple[str, str, str]] = set()
+        self._said: set[tuple[str, str]] = set()
 
     def log(self, row: Row) -> None:
+        if row.state in IN_PLACE and (kept := [text for t in row.targets for text in t.unreachable]):
+            more = f" and {len(kept) - _SHOWN} more" if len(kept) > _SHOWN else ""
+            text = f"in place, but not for {'; '.join(kept[:_SHOWN])}{more}; call apply_patches() before they are made"
+            self._say(logging.WARNING, row.id, text)
         level = _LEVELS.get(row.state)
         if level is None and "FORCED" in row.reason:
             level = logging.WARNING
-        if level is None or (key := (row.id, str(row.state), row.reason)) in self._said:
+        if level is not None:
+            self._say(level, row.id, f"{row.state}: {row.reason}")
+
+    def _say(self, level: int, patch_id: str, text: str) -> None:
+        if (patch_id, text) in self._said:
             return
-        self._said.add(key)
+        self._said.add((patch_id, text))
         # Ranks of one node read the same files, so one of them speaks: rank 0 for the job, local rank 0 for errors.
         speaks = os.environ.get("LOCAL_RANK", "0") if level >= logging.ERROR else os.environ.get("RANK", "0")
         if speaks in ("0", ""):
-            log.log(level, "%s: %s: %s", row.id, row.state, row.reason)
+            log.log(level, "%s: %s", patch_id, printable(text))

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Literal
 
 from mcore_patches.overlay import settings
-from mcore_patches.overlay.errors import OverlayError
+from mcore_patches.overlay.errors import OverlayError, printable, said
 from mcore_patches.overlay.patch import ERRORS
 from mcore_patches.overlay.versions import installed
 
@@ -56,7 +56,7 @@ class Diagnosis:
 
     def __str__(self) -> str:
         width = max(len(c.name) for c in self.checks)
-        return "\n".join(f"{c.level:<7}  {c.name:<{width}}  {c.detail}" for c in self.checks)
+        return "\n".join(printable(f"{c.level:<7}  {c.name:<{width}}  {c.detail}") for c in self.checks)
 
 
 def diagnose(engine: Engine) -> Diagnosis:
@@ -96,7 +96,7 @@ def _packages() -> Iterator[Check]:
         try:
             importlib.import_module(name)
         except Exception as exc:
-            yield Check(name, "error", f"{found} is installed but importing it raised {type(exc).__name__}: {exc}")
+            yield Check(name, "error", f"{found} is installed but importing it raised {said(exc)}")
             continue
         yield Check(name, "ok", found)
 
@@ -115,7 +115,7 @@ def _device() -> Iterator[Check]:
     try:
         import torch
     except Exception as exc:
-        yield Check("device", "error", f"importing torch raised {type(exc).__name__}: {exc}")
+        yield Check("device", "error", f"importing torch raised {said(exc)}")
         return
     if not torch.cuda.is_available():
         yield Check("device", "ok", f"no CUDA device; torch {torch.__version__} runs the chunked CPU paths")
@@ -137,7 +137,7 @@ def _targets(engine: Engine) -> Iterator[Check]:
                 try:
                     importlib.import_module(target.module)
                 except Exception as exc:
-                    detail = f"importing {target.module} raised {type(exc).__name__}: {exc}"
+                    detail = f"importing {target.module} raised {said(exc)}"
                     yield Check(row.id, "error", detail)
     for row in engine.status():
         state = row.decision or row.state

@@ -32,7 +32,7 @@ def modules() -> Iterator[tuple[str, dict[str, Any]]]:
         names = module_dict(module)
         if isinstance(names, dict) and id(names) not in seen:
             seen.add(id(names))
-            yield name, names
+            yield name if isinstance(name, str) else f"sys.modules[{name!r}]", names
 
 
 def covered(module_name: str, prefixes: Collection[str]) -> bool:

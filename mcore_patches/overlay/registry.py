@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from mcore_patches.overlay.errors import OverlayError
+from mcore_patches.overlay.errors import OverlayError, said
 from mcore_patches.overlay.patch import RESERVED, Patch
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ def _third_party(group: str, taken: set[str]) -> list[Entry]:
             patch = point.load()
         # A broken package of somebody else's must not take the overlay down with it, whatever it raises.
         except (Exception, SystemExit) as exc:
-            errors.append(f"entry point {point.value} of {source} failed to load: {type(exc).__name__}: {exc}")
+            errors.append(f"entry point {point.value} of {source} failed to load: {said(exc)}")
         if not errors and not isinstance(patch, Patch):
             kind = type(patch).__name__
             errors.append(f"entry point {point.value} of {source} is {kind}, not a mcore_patches.overlay.patch.Patch")

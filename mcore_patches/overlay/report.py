@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from mcore_patches.overlay.counters import human_bytes
+from mcore_patches.overlay.errors import printable
 from mcore_patches.overlay.patch import ERRORS, State
 
 
@@ -117,7 +118,7 @@ class Report:
             if r.counters.get("calls"):
                 lines += _wrapped("calls", _counts(r.counters))
             lines += _wrapped("delete when", r.delete_when)
-        return "\n".join(lines)
+        return "\n".join(map(printable, lines))
 
 
 def _counts(counters: dict[str, Any]) -> str:

@@ -15,10 +15,11 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal
 
-from mcore_patches.overlay.errors import SettingsError
+from mcore_patches.overlay.errors import SettingsError, printable, shown
 
 PREFIX = "MCORE_PATCHES"
 KNOWN = frozenset({PREFIX, *(f"{PREFIX}_{s}" for s in ("STRICT", "FORCE", "ON_DECLINE", "PREFIXES", "RELEASES"))})
+_LIKE_OURS = re.compile(r"MCORE_?PATCH", re.IGNORECASE)
 _MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 
 
@@ -50,7 +51,9 @@ def _ids(variable: str, text: str, known: Collection[str]) -> list[str]:
     ids = [part.strip() for part in text.split(",")]
     for patch_id in ids:
         if patch_id.removeprefix("-") not in known:
-            raise SettingsError(f"{variable}={text!r} names {patch_id!r}; known ids are {', '.join(sorted(known))}")
+            raise SettingsError(
+                f"{variable}={shown(text)} names {shown(patch_id)}; known ids are {', '.join(sorted(known))}"
+            )
     return ids
 
 
@@ -63,11 +66,11 @@ def selection(known: Collection[str]) -> Selection:
         return Selection(True, None, frozenset(), frozenset(), text)
     parts = _ids(PREFIX, text, {*known, "all", "off"})
     if {"-all", "-off", "off"} & set(parts):
-        raise SettingsError(f"{PREFIX}={text!r}; write 'off' alone to switch everything off")
+        raise SettingsError(f"{PREFIX}={shown(text)}; write 'off' alone to switch everything off")
     excluded = frozenset(p[1:] for p in parts if p.startswith("-"))
     named = frozenset(p for p in parts if not p.startswith("-"))
     if both := excluded & named:
-        raise SettingsError(f"{PREFIX}={text!r} names and excludes {', '.join(sorted(both))}")
+        raise SettingsError(f"{PREFIX}={shown(text)} names and excludes {', '.join(sorted(both))}")
     explicit = named - {"all"}
     return Selection(False, explicit if explicit == named and named else None, explicit, excluded, text)
 
@@ -75,7 +78,7 @@ def selection(known: Collection[str]) -> Selection:
 def strict() -> bool:
     text = os.environ.get(f"{PREFIX}_STRICT", "").strip()
     if text not in ("", "0", "1"):
-        raise SettingsError(f"{PREFIX}_STRICT={text!r}; allowed are 0 and 1")
+        raise SettingsError(f"{PREFIX}_STRICT={shown(text)}; allowed are 0 and 1")
     return text == "1"
 
 
@@ -83,14 +86,14 @@ def force(known: Collection[str]) -> frozenset[str]:
     text = os.environ.get(f"{PREFIX}_FORCE", "").strip()
     ids = _ids(f"{PREFIX}_FORCE", text, known) if text else []
     if bad := [i for i in ids if i.startswith("-")]:
-        raise SettingsError(f"{PREFIX}_FORCE={text!r} excludes {bad[0]!r}; only ids to force are allowed")
+        raise SettingsError(f"{PREFIX}_FORCE={shown(text)} excludes {shown(bad[0])}; only ids to force are allowed")
     return frozenset(ids)
 
 
 def on_decline() -> Literal["fallback", "raise"]:
     text = os.environ.get(f"{PREFIX}_ON_DECLINE", "").strip() or "fallback"
     if text not in ("fallback", "raise"):
-        raise SettingsError(f"{PREFIX}_ON_DECLINE={text!r}; allowed are fallback and raise")
+        raise SettingsError(f"{PREFIX}_ON_DECLINE={shown(text)}; allowed are fallback and raise")
     return "raise" if text == "raise" else "fallback"
 
 
@@ -100,7 +103,7 @@ def prefixes() -> tuple[str, ...]:
     extra = [part.strip().rstrip(".") for part in text.split(",")] if text else []
     for part in extra:
         if not _MODULE.fullmatch(part):
-            raise SettingsError(f"{PREFIX}_PREFIXES={text!r} holds {part!r}; allowed are dotted module names")
+            raise SettingsError(f"{PREFIX}_PREFIXES={shown(text)} holds {shown(part)}; allowed are dotted module names")
     return ("megatron", *extra)
 
 
@@ -112,5 +115,25 @@ def check(known: Collection[str]) -> None:
     on_decline()
     prefixes()
     for name in os.environ:
-        if name.startswith(PREFIX + "_") and name not in KNOWN:
-            raise SettingsError(f"{name} is not a switch; known are {', '.join(sorted(KNOWN))}")
+        if name not in KNOWN and (name.startswith(f"{PREFIX}_") or _misspelt(name)):
+            known_names = ", ".join(sorted(KNOWN))
+            text = f"{printable(name)} is not a switch; known are {known_names}; the nearest is {_nearest(name)}"
+            raise SettingsError(text)
+
+
+def _misspelt(name: str) -> bool:
+    """Whether a variable is named as a switch but for case, underscores, a plural, or a letter among many."""
+    return bool(_LIKE_OURS.match(name)) and _likeness(name, _nearest(name)) > 0.93
+
+
+def _nearest(name: str) -> str:
+    return max(sorted(KNOWN), key=lambda known: _likeness(name, known))
+
+
+def _likeness(left: str, right: str) -> float:
+    from difflib import SequenceMatcher
+
+    def plain(name: str) -> str:
+        return name.upper().replace("_", "").replace("PATCHES", "PATCH")
+
+    return SequenceMatcher(None, plain(left), plain(right)).ratio()

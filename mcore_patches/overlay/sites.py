@@ -11,8 +11,20 @@ from typing import Any
 
 from mcore_patches.overlay import fields, imports
 from mcore_patches.overlay.fingerprint import SourceError, combined, parse_source, read_source, source_segment
-from mcore_patches.overlay.layers import AnyChange, Change, FieldsChange, Key, Layer, Stack, beneath, stack_on
-from mcore_patches.overlay.locate import locate, module_dict
+from mcore_patches.overlay.layers import (
+    AnyChange,
+    Change,
+    FieldsChange,
+    Key,
+    Layer,
+    Stack,
+    beneath,
+    home_of,
+    names_of,
+    stack_on,
+    unwrapped,
+)
+from mcore_patches.overlay.locate import locate
 from mcore_patches.overlay.patch import AnyTarget, FieldsTarget, Target
 
 
@@ -101,18 +113,18 @@ class Site:
         holder: Any = self.module
         *outer, attribute = self.target.qualname.split(".")
         for name in outer:
-            holder = _names(holder)[name]
+            holder = names_of(holder)[name]
         return holder, attribute
 
     @property
     def raw(self) -> Any:
         """What the holder's dictionary has: the function, perhaps within a staticmethod. KeyError if absent."""
         holder, attribute = self._holder()
-        return _names(holder)[attribute]
+        return names_of(holder)[attribute]
 
     @property
     def current(self) -> Any:
-        return _unwrapped(self.raw)
+        return unwrapped(self.raw)
 
     @property
     def stack(self) -> Stack | None:
@@ -147,6 +159,17 @@ class Site:
             return f"{self.module_name} is imported but has no {self.target.qualname}"
         return None
 
+    def unfit(self) -> str | None:
+        """Why the text itself binds the target to something that no function can stand in for, or None."""
+        if self.module is None or isinstance(self.target, FieldsTarget):
+            return None
+        live, name = self.original, self.target.qualname
+        if issubclass(type(live), type) and (live.__module__, live.__qualname__) == self.key:
+            return f"{name} is a class; classes are changed in place, by targets that name their methods"
+        if callable(live) or (self._text is not None and _facts(self._text, self.file or "", name).codes):
+            return None
+        return f"{name} is {_described(live)}, not a function"
+
     def foreign(self) -> str | None:
         """Why the live original is not what the file on disk defines: another tool replaced it, or the file changed.
 
@@ -178,14 +201,12 @@ class Site:
         holder: Any = self.module
         try:
             for name in qualname.split("."):
-                holder = _names(holder)[name]
+                holder = names_of(holder)[name]
         except (KeyError, TypeError):
             return f"the imported {self.module_name} has no {qualname}"
-        live = _unwrapped(holder)
-        if issubclass(type(live), type):
-            if qualname != self.target.qualname:
-                return None  # the text of a class that the replacement relies on is in the fingerprint
-            return f"{qualname} is a class; classes are changed in place, by targets that name their methods"
+        live = unwrapped(holder)
+        if issubclass(type(live), type) and qualname != self.target.qualname:
+            return None  # the text of a class that the replacement relies on is in the fingerprint
         stack = next((s for obj in beneath(live) if (s := stack_on(obj))), None)
         original = stack.original if stack else live
         for seen in beneath(original) if facts.wrapped else (original,):
@@ -225,19 +246,14 @@ class Site:
         )
 
 
-def stray_change(stack: Stack, layers: tuple[Layer, ...]) -> Change:
-    """The same for a replacement whose target is another object by now."""
-    carrier = stack.carrier()
-    return Change(stack.key, None, "", carrier, carrier, stack.original, stack.raw, stack.module, layers)
-
-
-def _names(holder: Any) -> Any:
-    """The dictionary of a module or class. Raises TypeError for anything else."""
-    return module_dict(holder) if issubclass(type(holder), ModuleType) else vars(holder)
-
-
-def _unwrapped(raw: Any) -> Any:
-    return raw.__func__ if issubclass(type(raw), staticmethod | classmethod) else raw
+def stray_change(stack: Stack, layers: tuple[Layer, ...]) -> AnyChange:
+    """The same for a stack whose target is another object by now."""
+    carrier: Any = stack.carrier()
+    if issubclass(type(carrier), type):
+        return FieldsChange(stack.key, carrier, layers, stack.module)
+    holder, attribute = home_of(stack) or (None, "")
+    seen = carrier if holder is None else names_of(holder)[attribute]
+    return Change(stack.key, holder, attribute, carrier, seen, stack.original, stack.raw, stack.module, layers)
 
 
 def _described(obj: Any) -> str:
@@ -280,7 +296,7 @@ def _compiled(text: str, file: str) -> CodeType:
         return compile(text, file, "exec", dont_inherit=True)
 
 
-# Decorators that leave the function what it is, or that `_unwrapped` takes off.
+# Decorators that leave the function what it is, or that `unwrapped` takes off.
 _TRANSPARENT = frozenset({"staticmethod", "classmethod", "overload", "override", "final", "abstractmethod"})
 
 

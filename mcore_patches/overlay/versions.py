@@ -60,8 +60,10 @@ def parse(text: str) -> Parsed:
     Raises VersionError for text that is not a PEP 440 version (``core_v0.15.0rc7``, ``0.20.0-dirty``, ``0.20.0.main``)
     or that has an epoch (``1!0.19.0``).
     """
-    from packaging.version import Version
-
+    try:
+        from packaging.version import Version
+    except ImportError:
+        raise VersionError(text, "cannot be read without the package packaging, which is not installed") from None
     if not isinstance(text, str):
         raise VersionError(text, f"is of type {type(text).__name__}")
     if not text.isascii():

@@ -13,7 +13,7 @@ import pytest
 
 from mcore_patches.overlay.patch import State
 from tests.overlay.isolation import import_targets, isolated
-from tests.overlay.stubs import OPS, OPS_TEXT, engine_for, module, ops_tree, patch, target, times
+from tests.overlay.stubs import OPS, OPS_TEXT, Records, engine_for, module, ops_tree, patch, target, times
 
 FROM_IMPORTS = f"from {OPS} import f\nfrom {OPS} import f as renamed\n"
 
@@ -81,6 +81,38 @@ def test_other_modules_are_listed_unless_a_prefix_names_them(tmp_path, prefixes)
         assert names == {"worker.inner.f", "worker.inner.renamed", "worker_two.f", "worker_two.renamed"}
     engine.revert()
     assert worker.f is upstream
+
+
+@isolated()
+def test_names_that_keep_the_original_are_warned_of_once(tmp_path):
+    """`from megatron... import f` in the script itself, above the call."""
+    import __main__
+
+    engine = engine_for(patch("tenfold", target(ops_tree(tmp_path))))
+    __main__.renamed = module().f
+    partials = [functools.partial(module().f, i) for i in range(9)]
+    log = Records()
+    applied(engine)
+    engine.apply()
+    (line,) = log.lines()
+    assert line[0] == "WARNING"
+    assert line[1].startswith("tenfold: in place, but not for __main__.renamed (its module is under no prefix")
+    assert line[1].count("functools.partial over") == 1
+    assert line[1].endswith("call apply_patches() before they are made")
+    assert __main__.renamed(1) == partials[0]() + 1 == 2
+    assert module().f(1) == 20
+
+
+@isolated()
+def test_a_long_list_of_names_that_keep_the_original_is_cut_in_the_warning(tmp_path):
+    engine = engine_for(patch("tenfold", target(ops_tree(tmp_path))))
+    text = "".join(f"from {OPS} import f as f{i}\n" for i in range(8))
+    module_of(tmp_path, "worker", text)
+    log = Records()
+    assert len(applied(engine).unreachable) == 8
+    ((_, line),) = log.lines()
+    assert line.count("worker.f") == 5
+    assert " and 3 more; " in line
 
 
 @isolated()

@@ -68,4 +68,5 @@ def test_raise_counts_and_raises_each_time(monkeypatch, caplog):
         with pytest.raises(DeclinedError, match=r"tenfold: .*allocates 1\.0 GiB; MCORE_PATCHES_ON_DECLINE=raise"):
             decline(counters)
         assert counters.as_dict()["declines"] == {"float16": n}
+        assert counters.as_dict()["largest_fallback_bytes"] == 0, "nothing fell back"
     assert not caplog.records

@@ -11,9 +11,9 @@ import types
 import pytest
 
 from mcore_patches.overlay.errors import NotAppliedError, NotRevertedError
-from mcore_patches.overlay.patch import State
+from mcore_patches.overlay.patch import ConfigField, State
 from tests.overlay.isolation import isolated
-from tests.overlay.stubs import OPS, OPS_TEXT, Tree, engine_for, module, ops_tree, patch, target, times
+from tests.overlay.stubs import OPS, OPS_TEXT, Tree, engine_for, fields_target, module, ops_tree, patch, target, times
 
 USER = "megatron.core.user"
 
@@ -106,6 +106,55 @@ def test_deleted_then_reverted_while_it_is_not_imported(tmp_path):
     del sys.modules[OPS]
     engine.revert()
     assert user.renamed is before
+
+
+METHODS = """
+
+from dataclasses import dataclass
+
+
+class C:
+    @staticmethod
+    def static(x):
+        return x
+
+    def method(self, x):
+        return x
+
+
+@dataclass
+class Config:
+    layers: int = 1
+"""
+
+
+@pytest.mark.parametrize("left_by", ["deletion", "reload", "both"])
+@isolated()
+def test_revert_reaches_a_module_that_has_left_sys_modules(tmp_path, left_by):
+    tree = ops_tree(tmp_path, OPS_TEXT + METHODS)
+    names = (f"{OPS}:f", f"{OPS}:C.static", f"{OPS}:C.method")
+    fields = fields_target(ConfigField("speed", int, 3), module=OPS)
+    engine = engine_for(
+        patch("tenfold", *(target(tree, name) for name in names), fields), patch("second", target(tree, build=times(3)))
+    )
+    older = module()
+    classes = older.C, older.Config
+    before = older.f, vars(older.C)["static"], older.C.method
+    engine.apply(strict=True)
+    assert (older.f(1), older.C.static(1), older.Config(speed=1).speed) == (60, 10, 1)
+    if left_by != "reload":
+        del sys.modules[OPS]
+        module()
+    if left_by != "deletion":
+        importlib.reload(module())
+    engine.apply(strict=True)
+    engine.revert("tenfold")
+    assert older.f(1) == 6, "the other layer stays, on the older contents or the newer ones"
+    engine.revert()
+    assert "speed" not in classes[1].__dataclass_fields__
+    if left_by != "reload":
+        assert (older.f, vars(classes[0])["static"], classes[0].method) == before
+    assert not hasattr(module().f, "__mcore_patches__")
 
 
 @isolated()
@@ -336,10 +385,37 @@ def test_foreign_objects_in_sys_modules(tmp_path):
     sys.modules["hostile"] = Hostile()
     sys.modules["megatron.core.lazy"] = Lazy("megatron.core.lazy")
     sys.modules["blocked"] = None
+    sys.modules[5] = odd = types.ModuleType("odd")
     engine = engine_for(patch("tenfold", target(ops_tree(tmp_path))))
-    module()
-    assert engine.apply(strict=True)["tenfold"].state is State.APPLIED
+    odd.f = module().f
+    row = engine.apply(strict=True)["tenfold"]
+    assert row.state is State.APPLIED
+    assert [text.split(" ")[0] for text in row.targets[0].unreachable] == ["sys.modules[5].f"]
     engine.revert()
+
+
+@isolated()
+def test_megatron_inside_a_zip_archive(tmp_path):
+    import zipfile
+
+    tree = Tree(tmp_path / "tree").write(OPS, OPS_TEXT)
+    with zipfile.ZipFile(tmp_path / "megatron.zip", "w") as archive:
+        for path in sorted(tree.root.rglob("*")):  # entries of folders too: zipimport wants them for namespaces
+            archive.write(path, path.relative_to(tree.root))
+    sys.path.insert(0, str(tmp_path / "megatron.zip"))
+    engine = engine_for(patch("tenfold", target(tree)))
+    report = engine.status()
+    assert report.megatron["text"] == "0.19.2"
+    assert (report["tenfold"].state, report["tenfold"].decision) == (State.NOT_APPLIED, State.PENDING)
+    assert report["tenfold"].targets[0].before == f"{tmp_path}/megatron.zip/megatron/core/ops.py:1"
+    assert module().f(1) == 2
+    assert engine.apply(strict=True)["tenfold"].state is State.APPLIED
+    assert module().f(1) == 20
+    engine.revert()
+    module().__file__ = f"{tmp_path}/megatron.zip/megatron/core/gone.py"
+    row = engine.apply()["tenfold"]
+    assert row.state is State.IMPORT_FAILED
+    assert row.reason.startswith(f"{module().__file__}: cannot be read: ")
 
 
 @isolated()

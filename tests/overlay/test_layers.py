@@ -460,10 +460,20 @@ def test_a_class_is_not_swapped(tmp_path):
     tree = ops_tree(tmp_path, METHODS)
     engine = engine_for(patch("swap", target(tree, f"{OPS}:Base")))
     ops = module()
-    row = engine.apply()["swap"]
-    assert row.state is State.CONFLICT
-    assert "Base is a class; classes are changed in place" in row.reason
+    row = engine.apply(force="swap")["swap"]
+    assert row.state is State.DRIFTED
+    assert row.reason == "Base is a class; classes are changed in place, by targets that name their methods"
     assert type(ops.Base) is type
+
+
+@pytest.mark.parametrize("known", [None, "needs"])
+@isolated()
+def test_what_the_text_binds_to_something_else_than_a_function(tmp_path, known):
+    engine = engine_for(patch("tenfold", target(ops_tree(tmp_path, "f = 5\n"), known=known)))
+    ops = module()
+    row = engine.apply(force="tenfold")["tenfold"]
+    assert (row.state, row.reason) == (State.DRIFTED, "f is an object of builtins.int, not a function")
+    assert ops.f == 5
 
 
 @isolated()

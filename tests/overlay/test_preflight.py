@@ -94,6 +94,26 @@ def test_torch_that_does_not_import(tmp_path):
 
 
 @isolated("torch")
+def test_without_packaging(tmp_path):
+    """The install with --no-deps leaves it to the reader to add it; a pre-release and other metadata want it."""
+    tree = ops_tree(tmp_path, version="0.19.2", suffix="rc1")
+    for name in [n for n in sys.modules if n.partition(".")[0] == "packaging"]:
+        del sys.modules[name]
+    sys.modules["packaging"] = None
+    diagnosis = examined(patch("tenfold", target(tree)))
+    assert any("without the package packaging" in text for _, text in checks(diagnosis, "megatron-core"))
+    assert checks(diagnosis, "tenfold") == [("ok", "NOT_APPLIED: lacks the fix")]
+
+
+@isolated("torch")
+def test_control_characters_in_other_people_s_errors(tmp_path):
+    package(tmp_path, "fast_hadamard_transform", "1.0", "raise OSError('\\x1b[31mred\\nline')")
+    diagnosis = examined(patch("tenfold", target(ops_tree(tmp_path))))
+    assert "OSError: \\x1b[31mred line" in str(diagnosis)
+    assert "\x1b" not in str(diagnosis)
+
+
+@isolated("torch")
 def test_optional_packages_that_are_missing_are_warnings(tmp_path):
     ((level, detail),) = checks(examined(patch("tenfold", target(ops_tree(tmp_path)))), "transformer_engine")
     assert level == "warning"

@@ -50,7 +50,43 @@ FAULTY = [
     ("MCORE_PATCHES_PREFIXES", "*", "holds '*'"),
     ("MCORE_PATCHES_STRIKT", "1", "is not a switch; known are MCORE_PATCHES, MCORE_PATCHES_FORCE"),
     ("MCORE_PATCHES_", "1", "is not a switch"),
+    ("MCORE_PATCHES_DISABEL", "qsa", "the nearest is MCORE_PATCHES"),
+    ("MCORE_PATCHES_STRIKT", "1", "the nearest is MCORE_PATCHES_STRICT"),
+    ("MCORE_PATCH", "off", "the nearest is MCORE_PATCHES"),
+    ("MCOREPATCHES", "off", "the nearest is MCORE_PATCHES"),
+    ("MCORE_PATCHS", "off", "the nearest is MCORE_PATCHES"),
+    ("mcore_patches", "off", "the nearest is MCORE_PATCHES"),
+    ("MCORE_PATCH_STRICT", "1", "the nearest is MCORE_PATCHES_STRICT"),
+    ("MCORE_PATCH_ON_DECLIN", "raise", "the nearest is MCORE_PATCHES_ON_DECLINE"),
 ]
+
+OTHERS = (
+    "MCORE_PATH",
+    "MCORE_PATCH_DIR",
+    "MCORE_PATCHED",
+    "MCORE_PATCHER",
+    "MCORE_STRICT",
+    "PATCHES",
+    "MEGATRON_PATCHES",
+)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_people_s_variables_are_theirs(monkeypatch, name):
+    monkeypatch.setenv(name, "off")
+    settings.check(KNOWN)
+
+
+@pytest.mark.parametrize(
+    "name", ["MCORE_PATCHES", *(f"MCORE_PATCHES_{s}" for s in ("STRICT", "FORCE", "ON_DECLINE", "PREFIXES"))]
+)
+def test_a_long_value_is_cut(monkeypatch, name):
+    monkeypatch.setenv(name, "no-such-id\x1b[31m" * 10_000)
+    with pytest.raises(SettingsError) as caught:
+        settings.check(KNOWN)
+    assert len(str(caught.value)) < 400
+    assert "no-such-id" in str(caught.value)
+    assert "\x1b" not in str(caught.value)
 
 
 @pytest.mark.parametrize(("name", "value", "message"), FAULTY)

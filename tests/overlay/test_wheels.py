@@ -6,6 +6,7 @@ import zipfile
 
 import pytest
 
+from mcore_patches.overlay.errors import SettingsError
 from mcore_patches.overlay.fingerprint import WheelError
 from mcore_patches.overlay.patch import ConfigField
 from mcore_patches.overlay.registry import Entry, Registry
@@ -75,6 +76,12 @@ def test_a_third_party_patch_that_did_not_load_has_no_rows(tmp_path):
     path = wheel(tmp_path / "w.whl", **{OPS: OPS_TEXT})
     broken = Entry("theirs", None, "somebody 1.0", False, "failed to load")
     assert wheel_fingerprints(path, Registry([broken])) == {"version": "0.21.0", "targets": []}
+
+
+@pytest.mark.parametrize("path", [None, 5, b"megatron_core.whl", ["megatron_core.whl"]], ids=repr)
+def test_what_is_no_path_is_one_error(path):
+    with pytest.raises(SettingsError, match=r"path is .*; allowed is the path of a wheel"):
+        wheel_fingerprints(path, Registry([]))
 
 
 def test_source_that_does_not_parse_is_one_error(tmp_path):
