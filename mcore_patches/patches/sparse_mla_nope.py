@@ -10,15 +10,19 @@ shapes. Upstream: NVIDIA/Megatron-LM#7617. Beyond it: any head count, and ids ou
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable
 from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
 
+from mcore_patches.overlay.errors import said
 from mcore_patches.overlay.patch import Below, Finding, Patch, Probing, Target
 from mcore_patches.overlay.versions import Releases
 
 if TYPE_CHECKING:
     import torch
+
+log = logging.getLogger("mcore_patches")
 
 # What the installed kernels are built for (megatron-core 0.19: ops/tilelang_sparse_mla_fwd.py).
 KERNEL_WIDTH, V_CHANNELS, MIN_HEADS, TOPK_MULTIPLE = 576, 512, 16, 64
@@ -115,9 +119,38 @@ def valid_ids(topk_indices: torch.Tensor, skv: int) -> torch.Tensor:
     if topk_indices.dtype not in (torch.int32, torch.int64):
         topk_indices = topk_indices.to(torch.int64)
     if topk_indices.is_cuda and not torch.compiler.is_compiling():
-        return _valid_ids_kernel()(topk_indices, skv=skv).to(torch.int32)
+        ids = _in_one_launch(topk_indices, skv)
+        if ids is not None:
+            return ids.to(torch.int32)
     ids = torch.threshold(topk_indices, -1, -1)
     return ids.masked_fill_(ids >= skv, -1).to(torch.int32)
+
+
+_one_launch_works: dict[tuple[int | None, Any], bool] = {}
+"""(device, dtype) -> whether the kernel could be built for it, once that has been tried."""
+
+
+def _in_one_launch(ids: torch.Tensor, skv: int) -> torch.Tensor | None:
+    """The masked ids, or None where the kernel cannot be built, which is told once, or must not be built now."""
+    import torch
+
+    key = (ids.device.index, ids.dtype)
+    works = _one_launch_works.get(key)
+    if works:
+        return _valid_ids_kernel()(ids, skv=skv)
+    # The first call compiles and loads a module, which may break a capture; a later call outside of one builds it.
+    if works is False or torch.cuda.is_current_stream_capturing():
+        return None
+    try:
+        masked = _valid_ids_kernel()(ids, skv=skv)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as exc:  # NVRTC is missing, or too old for the device
+        log.warning("%s: ids are masked in three launches instead of one, because %s", PATCH.id, said(exc))
+        _one_launch_works[key] = False
+        return None
+    _one_launch_works[key] = True
+    return masked
 
 
 @functools.cache

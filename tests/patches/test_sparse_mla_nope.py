@@ -545,3 +545,83 @@ def test_ids_of_any_integer_type_keep_their_values(dtype):
     got = sparse_mla_nope.valid_ids(ids, skv)
     assert got.dtype is torch.int32
     assert got.tolist() == ids.to(torch.int32).tolist()
+
+
+# Masking in one launch ------------------------------------------------------------------------------------------------
+
+
+class OnCuda(torch.Tensor):
+    """CPU memory that says it is on a CUDA device."""
+
+    is_cuda = True
+
+
+class OneLaunch:
+    """Stands for the kernel that is compiled at its first call."""
+
+    def __init__(self, error=None):
+        self.calls, self.error = 0, error
+
+    def __call__(self, ids, *, skv):
+        self.calls += 1
+        if self.error:
+            raise self.error
+        return torch.where((ids >= 0) & (ids < skv), ids, -1)
+
+
+def masked(kernel, *, dtype=torch.int32, capturing=False):
+    """valid_ids of ids on a "CUDA device", with a stand-in for the kernel."""
+    sparse_mla_nope._valid_ids_kernel = lambda: kernel
+    torch.cuda.is_current_stream_capturing = lambda: capturing
+    ids = torch.tensor([[[0, 4, -1, -2, 5, 2**31 - 1, 3]]], dtype=dtype).as_subclass(OnCuda)
+    got = sparse_mla_nope.valid_ids(ids, 5)
+    assert got.dtype is torch.int32
+    assert got.tolist() == [[[0, 4, -1, -1, -1, -1, 3]]]
+
+
+@isolated("torch")
+def test_ids_on_a_device_are_masked_in_one_launch():
+    kernel, log = OneLaunch(), Records()
+    for _ in range(3):
+        masked(kernel)
+        masked(kernel, dtype=torch.int64)
+    assert kernel.calls == 6
+    assert log.lines() == []
+
+
+@isolated("torch")
+def test_a_kernel_that_cannot_be_built_is_told_once_and_not_tried_again():
+    kernel, log = OneLaunch(RuntimeError("libnvrtc.so.13:\n\x1b[31mcannot open")), Records()
+    for _ in range(3):
+        masked(kernel)
+    assert kernel.calls == 1
+    ((level, text),) = log.lines()
+    assert level == "WARNING"
+    assert text == (
+        "sparse_mla_nope: ids are masked in three launches instead of one, because "
+        "RuntimeError: libnvrtc.so.13: \\x1b[31mcannot open"
+    )
+    masked(kernel, dtype=torch.int64)
+    assert kernel.calls == 2, "another type is another kernel"
+
+
+@isolated("torch")
+def test_the_kernel_is_not_built_inside_a_graph_capture():
+    kernel = OneLaunch()
+    masked(kernel, capturing=True)
+    assert kernel.calls == 0
+    masked(kernel)
+    masked(kernel, capturing=True)
+    assert kernel.calls == 2, "once built, it is captured"
+    masked(kernel, capturing=True, dtype=torch.int64)
+    assert kernel.calls == 2
+
+
+@isolated("torch")
+def test_no_memory_is_not_taken_for_a_kernel_that_cannot_be_built():
+    kernel = OneLaunch(torch.OutOfMemoryError("no memory"))
+    with pytest.raises(torch.OutOfMemoryError):
+        masked(kernel)
+    kernel.error = None
+    masked(kernel)
+    assert kernel.calls == 2
