@@ -18,6 +18,7 @@ SCORE_BYTES = 512 * 2**20
 MOST_ROWS = 16384
 SHARED_BYTES_OF_A_MULTIPROCESSOR = 228 * 1024
 RESERVED_BYTES = 1024  # that the driver takes of it for every block
+ALIGNMENT = 1024  # of tiles that the matrix units read
 REGISTERS = 65536
 
 
@@ -64,9 +65,10 @@ def score_tiles(
 
 
 def score_shared_bytes(tiles: ScoreTiles, heads: int, channels: int) -> int:
-    """Shared memory of the scoring kernel: queries, index keys, head weights, and each row's range."""
+    """Shared memory of the scoring kernel: queries, index keys, head weights, each row's range and that of all."""
     vectors = tiles.slots * tiles.rows + tiles.stages * tiles.blocks
-    return 2 * vectors * channels + 4 * tiles.rows * (heads + 2) + BARRIER_BYTES
+    small = 4 * tiles.rows * (heads + 2) + 16
+    return 2 * vectors * channels + -(-small // ALIGNMENT) * ALIGNMENT + BARRIER_BYTES
 
 
 def select_tiles(topk: int) -> SelectTiles:

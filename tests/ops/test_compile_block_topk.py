@@ -1,0 +1,134 @@
+"""Compile-only: the kernels of select_blocks assemble, fit shared memory and keep their registers. And their tiles."""
+
+import shutil
+
+import pytest
+import torch
+
+from mcore_patches.ops.block_topk.design import (
+    REGISTERS,
+    ScoreTiles,
+    rows_at_once,
+    score_shared_bytes,
+    score_tiles,
+    select_shared_bytes,
+    select_tiles,
+    splits_of_a_tile,
+)
+from mcore_patches.ops.device import HOPPER, HOPPER_SHARED_BYTES
+from tests.ops.compiling import compile_report
+
+needs_nvcc = pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
+PACKAGE = "mcore_patches.ops.block_topk."
+BF16 = torch.bfloat16
+# Bytes of spill loads and stores of a thread, together: none but where a thread holds 32 keys of 4096 blocks' groups.
+SPILLED_AT_MOST = {4096: 512}
+
+
+def tiles_of(heads: int, channels: int) -> ScoreTiles:
+    tiles = score_tiles(HOPPER, HOPPER_SHARED_BYTES, BF16, heads, channels, 512)
+    assert isinstance(tiles, ScoreTiles)
+    return tiles
+
+
+@needs_nvcc
+@pytest.mark.parametrize(
+    ("arch", "heads", "channels", "dtype", "weighted", "relu"),
+    [
+        ("sm_90a", 4, 128, "bfloat16", False, True),
+        ("sm_90a", 64, 128, "bfloat16", True, True),
+        ("sm_90a", 3, 64, "float16", True, False),
+        ("sm_90a", 4, 256, "bfloat16", False, False),
+        ("sm_100a", 4, 128, "bfloat16", False, True),
+    ],
+)
+def test_score_kernel_fits(arch: str, heads: int, channels: int, dtype: str, weighted: bool, relu: bool) -> None:
+    tiles = tiles_of(heads, channels)
+    arguments = {
+        "heads": heads,
+        "channels": channels,
+        "tile_rows": tiles.rows,
+        "tile_blocks": tiles.blocks,
+        "stages": tiles.stages,
+        "slots": tiles.slots,
+        "dtype": dtype,
+        "weighted": weighted,
+        "relu": relu,
+        "wgmma": arch == HOPPER,
+    }
+    report = compile_report(PACKAGE + "tilelang_score", "score_kernel", arguments, arch)
+    assert report.shared_bytes + 1024 <= score_shared_bytes(tiles, heads, channels) <= HOPPER_SHARED_BYTES
+    assert report.spilled == 0
+    assert report.warnings == ()
+    # A warp group that asks for more registers than the others left waits for ever.
+    consumer, producer = report.split
+    groups = tiles.rows // 64
+    assert report.registers <= REGISTERS // (128 * (groups + 1))
+    assert groups * consumer + producer <= (groups + 1) * report.registers
+
+
+@needs_nvcc
+@pytest.mark.parametrize(("arch", "topk"), [("sm_90a", 512), ("sm_90a", 4096), ("sm_90a", 7), ("sm_100a", 512)])
+def test_select_kernel_fits(arch: str, topk: int) -> None:
+    tiles = select_tiles(topk)
+    arguments = {"topk": topk, "threads": tiles.threads, "blocks_per_sm": tiles.blocks_per_sm}
+    report = compile_report(PACKAGE + "tilelang_select", "select_kernel", arguments, arch)
+    assert report.shared_bytes <= select_shared_bytes(topk) <= HOPPER_SHARED_BYTES
+    assert report.spilled <= SPILLED_AT_MOST.get(topk, 0)
+    assert report.registers * tiles.threads * tiles.blocks_per_sm <= REGISTERS
+
+
+@pytest.mark.parametrize(
+    ("heads", "channels", "tiles"),
+    [
+        (4, 128, ScoreTiles(128, 128, stages=2, slots=4)),  # all heads stay
+        (8, 64, ScoreTiles(128, 128, stages=2, slots=8)),
+        (64, 128, ScoreTiles(128, 128, stages=2, slots=4)),  # a ring
+        (128, 128, ScoreTiles(128, 128, stages=2, slots=3)),
+        (4, 256, ScoreTiles(128, 64, stages=2, slots=2)),
+        (1, 256, ScoreTiles(128, 128, stages=2, slots=1)),
+    ],
+)
+def test_tiles_follow_from_the_shape(heads: int, channels: int, tiles: ScoreTiles) -> None:
+    assert tiles_of(heads, channels) == tiles
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"arch": "sm_80"}, "written for sm_90a, this GPU is sm_80"),
+        ({"arch": "sm_100a"}, "this GPU is sm_100a"),
+        ({"dtype": torch.float32}, "must be bfloat16 or float16, got float32"),
+        ({"channels": 96}, "64, 128, 256 channels, got 96"),
+        ({"topk": 4097}, "at most 4096, got 4097"),
+        ({"heads": 256, "channels": 256}, "too few for 256 heads of 256"),
+        ({"shared_bytes": 99 * 1024}, "101376 bytes of shared memory"),
+    ],
+)
+def test_declines_with_a_reason(change: dict, reason: str) -> None:
+    arguments = {
+        "arch": HOPPER,
+        "shared_bytes": HOPPER_SHARED_BYTES,
+        "dtype": BF16,
+        "heads": 4,
+        "channels": 128,
+        "topk": 512,
+    }
+    answer = score_tiles(**(arguments | change))
+    assert isinstance(answer, str) and reason in answer
+
+
+def test_chunks_are_bounded_and_whole_tiles() -> None:
+    tiles = tiles_of(4, 128)
+    for rows, width in ((1, 128), (700, 256), (262144, 65536), (10**6, 128), (2**20, 2**22)):
+        at_once = rows_at_once(rows, tiles, width)
+        assert at_once % tiles.rows == 0
+        assert at_once - tiles.rows < rows
+        assert at_once * width * 4 <= 2**29 or at_once == tiles.rows
+
+
+def test_tiles_are_split_among_idle_multiprocessors_alone() -> None:
+    tiles = tiles_of(4, 128)
+    assert splits_of_a_tile(2048, tiles, 65536, 132) == 33
+    assert splits_of_a_tile(16384, tiles, 4096, 132) == 5
+    assert splits_of_a_tile(128, tiles, 128, 132) == 1
