@@ -25,7 +25,8 @@ class DeclinedError(OverlayError, RuntimeError):
     """A fused call was declined while MCORE_PATCHES_ON_DECLINE=raise."""
 
 
-_SHORT = reprlib.Repr(maxstring=80, maxother=80)
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = 80
 
 
 def shown(value: object) -> str:
