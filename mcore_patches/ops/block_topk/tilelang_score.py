@@ -11,18 +11,12 @@ product over channels is taken in one order whatever the tile, hence scores do n
 import tilelang.language as T
 
 from mcore_patches.ops.block_topk.design import GROUP, INVISIBLE
+from mcore_patches.ops.tilelang_warp import PASS_CONFIGS, atomic  # noqa: F401
 
 WARPGROUP = 128
 # Two consumer warpgroups and a producer share the 504 registers a lane that 384 threads are launched with.
 CONSUMER_REGISTERS = 224
 PRODUCER_REGISTERS = 56
-
-PASS_CONFIGS = {
-    # Every barrier is written out: those that TileLang would add sit inside the loops that load.
-    "tl.disable_thread_storage_sync": True,
-    "tl.disable_warp_specialized": True,
-    "tl.disable_safe_memory_legalize": True,  # every access is guarded by hand
-}
 
 
 def score_kernel(
@@ -109,8 +103,8 @@ def score_kernel(
                     first[tx] = row_first[row0 + tx]
                     end[tx] = row_first[row0 + tx] + row_count[row0 + tx]
                     if row_count[row0 + tx] > skipped:
-                        T.evaluate(T.call_extern("int32", "atomicMin", T.address_of(seen[0]), first[tx]))
-                        T.evaluate(T.call_extern("int32", "atomicMax", T.address_of(seen[1]), end[tx]))
+                        atomic("atomicMin", seen[0], first[tx])
+                        atomic("atomicMax", seen[1], end[tx])
                     if weighted:
                         for h in T.serial(heads):
                             w_shared[h, tx] = weights[row0 + tx, h]

@@ -13,6 +13,15 @@ and equal keys are cut by position, so the result does not depend on the order i
 import tilelang.language as T
 
 from mcore_patches.ops.block_topk.design import GROUP, INVISIBLE
+from mcore_patches.ops.tilelang_warp import (  # noqa: F401
+    EVERY_LANE,
+    PASS_CONFIGS,
+    atomic,
+    below,
+    popcount,
+    sum_before,
+    votes,
+)
 
 BIN_BITS = 11
 BINS = 2**BIN_BITS
@@ -21,34 +30,9 @@ LARGEST = 2**31 - 1
 # Places in `cut`: the range of keys that holds the k-th best, and how many of that range are wanted.
 LOW, HIGH, WANTED = 0, 1, 2
 
-PASS_CONFIGS = {
-    "tl.disable_thread_storage_sync": True,
-    "tl.disable_warp_specialized": True,
-    "tl.disable_safe_memory_legalize": True,  # every access is guarded by hand
-}
-
-
-def _atomic(name, element, value):
-    """T.atomic_* emit instructions for global memory, which fault on a shared address."""
-    T.evaluate(T.call_extern("int32", name, T.address_of(element), value))
-
-
-def _votes(condition):
-    """The lanes of a warp for which `condition` holds, as bits."""
-    return T.call_extern("int32", "__ballot_sync", T.uint32(0xFFFFFFFF), condition)
-
-
-def _count(bits):
-    return T.call_extern("int32", "__popc", bits)
-
 
 def _unsigned(value):
     return T.cast(value, "uint32")
-
-
-def _before(votes, lane):
-    """How many lanes below `lane` voted."""
-    return _count(votes & ((1 << lane) - 1))
 
 
 @T.macro
@@ -59,11 +43,11 @@ def _span(cut, least, most, wanted, tx):
         cut[HIGH] = INVISIBLE
         cut[WANTED] = wanted
     T.sync_threads()
-    lowest = T.call_extern("int32", "__reduce_min_sync", T.uint32(0xFFFFFFFF), least)
-    highest = T.call_extern("int32", "__reduce_max_sync", T.uint32(0xFFFFFFFF), most)
+    lowest = T.call_extern("int32", "__reduce_min_sync", T.uint32(EVERY_LANE), least)
+    highest = T.call_extern("int32", "__reduce_max_sync", T.uint32(EVERY_LANE), most)
     if tx % 32 == 0:
-        _atomic("atomicMin", cut[LOW], lowest)
-        _atomic("atomicMax", cut[HIGH], highest)
+        atomic("atomicMin", cut[LOW], lowest)
+        atomic("atomicMax", cut[HIGH], highest)
     T.sync_threads()
 
 
@@ -71,9 +55,8 @@ def _span(cut, least, most, wanted, tx):
 def _narrow(source, base, count, cut, histogram, sums, tx, threads):
     """Narrow `cut` to one key: of source[base : base + count] those above it and WANTED of its equals are the best."""
     per_thread = BINS // threads
-    total = T.alloc_var("int32")
-    upto = T.alloc_var("int32")
-    lower = T.alloc_var("int32")
+    total = T.alloc_local((1,), "int32")
+    upto = T.alloc_local((1,), "int32")
     for _ in T.serial(ROUNDS):
         if cut[LOW] != cut[HIGH]:
             low = cut[LOW]
@@ -88,37 +71,26 @@ def _narrow(source, base, count, cut, histogram, sums, tx, threads):
                 if s * threads + tx < count:
                     distance = _unsigned(high) - _unsigned(source[base + s * threads + tx])
                     if distance <= span:
-                        _atomic("atomicAdd", histogram[distance >> shift], 1)
+                        atomic("atomicAdd", histogram[distance >> shift], 1)
             T.sync_threads()
-            total = 0
+            total[0] = 0
             for b in T.unroll(per_thread):
-                total += histogram[tx * per_thread + b]
-            upto = total
-            for e in T.unroll(5):
-                lower = T.shfl_up(upto, 1 << e)
-                if tx % 32 >= 1 << e:
-                    upto += lower
-            if tx % 32 == 31:
-                sums[tx // 32] = upto
-            T.sync_threads()
-            upto -= total
-            for w in T.unroll(threads // 32):
-                if w < tx // 32:
-                    upto += sums[w]
-            if upto < wanted and wanted <= upto + total:
+                total[0] += histogram[tx * per_thread + b]
+            sum_before(total, upto, sums, tx, threads)
+            if upto[0] < wanted and wanted <= upto[0] + total[0]:
                 for b in T.serial(per_thread):
                     here = histogram[tx * per_thread + b]
-                    if upto < wanted and wanted <= upto + here:
+                    if upto[0] < wanted and wanted <= upto[0] + here:
                         begin = _unsigned(tx * per_thread + b) << _unsigned(shift)
                         end = T.min(span, begin + (T.uint32(1) << _unsigned(shift)) - T.uint32(1))
                         cut[LOW] = T.cast(_unsigned(high) - end, "int32")
-                        if here == wanted - upto:
+                        if here == wanted - upto[0]:
                             cut[HIGH] = T.cast(_unsigned(high) - end, "int32")
                             cut[WANTED] = LARGEST
                         else:
                             cut[HIGH] = T.cast(_unsigned(high) - begin, "int32")
-                            cut[WANTED] = wanted - upto
-                    upto += here
+                            cut[WANTED] = wanted - upto[0]
+                    upto[0] += here
             T.sync_threads()
 
 
@@ -141,8 +113,8 @@ def _keep(source, base, count, cut, target, above_of, equal_of, tx, threads):
         key = INVISIBLE
         if c < count:
             key = source[base + c]
-        above += _count(_votes(key > low))
-        equal += _count(_votes(c < count and key == low))
+        above += popcount(votes(key > low))
+        equal += popcount(votes(c < count and key == low))
     if lane == 0:
         above_of[warp] = above
         equal_of[warp] = equal
@@ -158,14 +130,14 @@ def _keep(source, base, count, cut, target, above_of, equal_of, tx, threads):
         key = INVISIBLE
         if c < count:
             key = source[base + c]
-        votes_above = _votes(key > low)
-        votes_equal = _votes(c < count and key == low)
-        equal_before = equal + _before(votes_equal, lane)
-        at = above + _before(votes_above, lane) + T.min(equal_before, wanted)
+        votes_above = votes(key > low)
+        votes_equal = votes(c < count and key == low)
+        equal_before = equal + below(votes_equal, lane)
+        at = above + below(votes_above, lane) + T.min(equal_before, wanted)
         if key > low or (c < count and key == low and equal_before < wanted):
             target[at] = c
-        above += _count(votes_above)
-        equal += _count(votes_equal)
+        above += popcount(votes_above)
+        equal += popcount(votes_equal)
 
 
 def select_kernel(*, topk: int, threads: int, blocks_per_sm: int):
@@ -246,7 +218,7 @@ def select_kernel(*, topk: int, threads: int, blocks_per_sm: int):
                 most = INVISIBLE
                 before = 0
                 for j in T.unroll(per_lane):
-                    before += _count(_votes(mine[j] >= floor))
+                    before += popcount(votes(mine[j] >= floor))
                     if mine[j] >= floor:
                         least = T.min(least, mine[j])
                         most = T.max(most, mine[j])
@@ -261,12 +233,12 @@ def select_kernel(*, topk: int, threads: int, blocks_per_sm: int):
                         before += equal_of[w]
                     candidates += equal_of[w]
                 for j in T.unroll(per_lane):
-                    votes = _votes(mine[j] >= floor)
-                    at = before + _before(votes, lane)
+                    chosen_here = votes(mine[j] >= floor)
+                    at = before + below(chosen_here, lane)
                     if mine[j] >= floor:
                         candidate[at] = mine[j]
                         place[at] = T.cast((warp * per_lane + j) * 32 + lane, "uint16")
-                    before += _count(votes)
+                    before += popcount(chosen_here)
                 T.sync_threads()
                 _narrow(candidate, 0, candidates, cut, histogram, above_of, tx, threads)
                 _keep(candidate, 0, candidates, cut, histogram, above_of, equal_of, tx, threads)
