@@ -138,9 +138,14 @@ PATCH = Patch(
             build=build_validation,
             known={
                 "37ee0832a67f62ff170c7cf35e8aeab75b792cb9deab651a8af6ec9faa1ff3dc": "needs",  # 0.16.1
+                "6197f18ce1c0b944df58c996a809fdb5fd74f704a66cc458f2c640eac43110c7": "needs",  # main at 1dcf0da
                 "0beba67dae7025bcc42fbd139f9fd38f8456c2902a6010d1d807ecc8f95590be": "needs",  # 0.17.1
                 "fda3defa5541a9382e141801cd98158476334d637f66e3e6ae240d51f909d162": "needs",  # 0.18.2
                 "17c48b9e9c6b95f6719261f7ceb1df87d4761ca4a9d350682e6ff0de3793989c": "needs",  # 0.19.0, 0.19.2
+                "9eae9dafb1a1cf0c061d7ccb40fc6f640306cb8d07b5868e64ae62a17aba5477": "needs",  # main at 71e418e
+                "fd3567c33be187f8ffb664215e47f9a1eb4ad6ad926bbd428b27ec4f7079f749": "needs",  # main at 14346b6
+                "b3d8b0afc483829f4c3c80b8849bdcadbda38036e30da8fbc4ff6ee707d53ac2": "needs",  # main at 2a75ac1
+                "ed6e920eeef56c58a8ab21b494813180de228d9de6fff007c3f1b9c74c6c9395": "needs",  # main at d98e8a6
             },
         ),
         Target(
@@ -150,6 +155,7 @@ PATCH = Patch(
             known={
                 "9c7d5b583e70df0d2a06a599de2c137503888a9c8e5b23aa11bdeb24b7aa8883": "needs",  # 0.16.1, 0.17.1
                 "34e7c353aa357d93c39cf1623e42c5602d4057e8b5ee7c71bd5e46a1a65cf1ce": "needs",  # 0.18.2 to 0.19.2
+                "5721dc2ba0fdc8d270e6ea1a367d61633783f27b95b677e0f9f1db875c5843ac": "needs",  # main, 14346b6 to d98e8a6
             },
         ),
         Target(
@@ -158,6 +164,7 @@ PATCH = Patch(
             build=build_standard_spec,
             known={
                 "bcff51105ca3c94c0ea6d141c066caaa7228f3e3c13d2c47b1ce077b5c7abcc7": "needs",  # 0.16.1
+                "3615acfc7f05639117f5f9329b5ff166c1f96ab63ffb25cdede93fd7fdb8770b": "needs",  # main at 1dcf0da
                 "f2d065bc6cf0b9653073778959df7e2903633fc935cb0cb0bd876e712b104c21": "needs",  # 0.17.1 to 0.19.2
             },
         ),
@@ -167,8 +174,10 @@ PATCH = Patch(
             build=build_loss_scale,
             known={
                 "30b0a6fbae0c48c2370a74b64c1f34fea5f3efc66c07bbe2991ff9ed6e064d61": "needs",  # 0.16.1
+                "691c6139359a9f11997c25d649d1ad1f3498921911d6eb4e8b326e32847f2f27": "needs",  # main at 1dcf0da
                 "b742b1365a4114b5d7e6004f25f477d6308f1dbf0162a839bafa4abbf399706d": "needs",  # 0.17.1
                 "1cb53e7f6f5a41f9cefc3599251a849b20721d9ed28054aa2ad82acc437581de": "needs",  # 0.18.2
+                "646674f2714f450217b542fcf2898fcdcfbcd5dbfac7eb4e203b07a3f1e09c13": "needs",  # main at 71e418e
                 "21c1cab8a4c55482fcf67685f6d0744e2906f0b734cdaf8981d3a09f6743379d": "needs",  # 0.19.0, 0.19.2
             },
         ),
@@ -180,6 +189,7 @@ PATCH = Patch(
                 "09a6a825ef19c184c22b2003e79ad93cdb794da7a74d843f8839d9d8a990c592": "needs",  # 0.16.1
                 "f49ba49b5701275aa375d5ae05a8275e77ae9e7e7a6353a8514401fda52ae4b5": "needs",  # 0.17.1
                 "c2ba75e796aefa47c3921acf10227448604e307563366a3691a5e0805c25e5eb": "needs",  # 0.18.2 to 0.19.2
+                "1b0f07519ae5279cf3e1cfecbe59eab245cab1e91cc8bdc492f1516616a8ffed": "needs",  # main, 14346b6 to d98e8a6
             },
         ),
     ),

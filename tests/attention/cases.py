@@ -74,12 +74,20 @@ def build(
         block = block_spec(config, spec, vp_stage=vp_stage)
         options: dict[str, Any] = dict(ROTARY)
         if mtp:
+            _tell_inference_layers_apart()
             options["mtp_block_spec"] = get_gpt_mtp_block_spec_for_backend(config, block, CpuBackend())
         chunks.append(build_gpt(config, block, vp_stage=vp_stage, **options))
     seed_parameters(chunks)
     if config.qsa_stage == "warmup":
         freeze_backbone(chunks)
     return chunks
+
+
+def _tell_inference_layers_apart() -> None:
+    """Snapshots after 0.19 ask MTP layers for classes that are None without Transformer Engine."""
+    module = importlib.import_module("megatron.core.transformer.multi_token_prediction")
+    if hasattr(module, "is_inference_column_parallel_linear"):
+        module.is_inference_column_parallel_linear = lambda _: False
 
 
 def batches(packed: bool, count: int = 2) -> list[Batch]:

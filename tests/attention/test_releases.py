@@ -6,8 +6,9 @@ import pytest
 
 from mcore_patches.cpu.launch import run
 from tests import releases
+from tests.attention import snapshot
 
-OLDEST, NEWEST = releases.RELEASES[0], releases.RELEASES[-1]
+NEWEST = releases.RELEASES[-1]
 
 
 def _cases(function: str, release: str, nprocs: int, *args: object) -> dict[str, object]:
@@ -40,7 +41,17 @@ def test_two_ranks_equal_one(release: str) -> None:
         assert {f"{layout}-BSHD-core", f"{layout}-THD-full", f"{layout}-warmup", f"{layout}, per token"} <= set(cases)
 
 
-@pytest.mark.parametrize("release", [OLDEST, NEWEST])
+@pytest.mark.parametrize("release", releases.RELEASES)
 def test_four_ranks_equal_one(release: str) -> None:
     cases = _cases("four_processes", release, 4, release == NEWEST)
     assert {"TP2-CP2-BSHD-none", "TP2-CP2-THD-full", "TP2-CP2-THD-core"} <= set(cases)
+
+
+def test_snapshots_are_compared_by_fingerprint(capsys: pytest.CaptureFixture[str]) -> None:
+    """`python -m tests.attention.snapshot`, which runs the cases above on a checkout of Megatron-LM."""
+    for release in releases.RELEASES:
+        lines = snapshot.fingerprints(releases.path(release))
+        assert len(lines) == 5
+        assert all(line.endswith("  needs") for line in lines), lines
+    assert snapshot.main(["/nowhere"]) == 2
+    assert "python -m tests.attention.snapshot CHECKOUT" in capsys.readouterr().err

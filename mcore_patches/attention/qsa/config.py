@@ -10,7 +10,8 @@ from typing import Any, Literal, NamedTuple
 from mcore_patches.attention.qsa.support import Setup, refusal
 
 VARIANT = "qsa"
-MIXED_VARIANT = "gated_delta_net"
+# Megatron-LM after 0.19 calls the first "gdn", and has a second kind.
+MIXED_VARIANTS = ("gated_delta_net", "gdn", "gdn2")
 STAGES = ("frozen", "warmup", "sparse")
 REDUCTIONS = ("mean", "sum")
 
@@ -82,7 +83,7 @@ def uses_qsa(config: Any) -> bool:
 
 def is_mixed(config: Any) -> bool:
     """Whether QSA is to be the standard attention beside gated delta nets."""
-    return config.experimental_attention_variant == MIXED_VARIANT and uses_qsa(config)
+    return config.experimental_attention_variant in MIXED_VARIANTS and uses_qsa(config)
 
 
 def trains_indexer(config: Any) -> bool:
@@ -144,16 +145,16 @@ def _check_variant(config: Any) -> None:
         raise ValueError(
             "qsa_indexer_n_heads=None: experimental_attention_variant='qsa' needs the number of index heads"
         )
-    if variant not in (VARIANT, MIXED_VARIANT):
+    if variant not in (VARIANT, *MIXED_VARIANTS):
         raise ValueError(
             f"qsa_indexer_n_heads={config.qsa_indexer_n_heads} with experimental_attention_variant={variant!r}: set "
-            f"'{VARIANT}' for QSA in every layer or '{MIXED_VARIANT}' for QSA beside gated delta nets"
+            f"'{VARIANT}' for QSA in every layer or '{MIXED_VARIANTS[0]}' for QSA beside gated delta nets"
         )
     if variant == VARIANT and config.linear_attention_freq is not None:
         raise ValueError(
             f"linear_attention_freq={config.linear_attention_freq!r} with experimental_attention_variant='{VARIANT}', "
             f"which makes every layer a QSA layer: for a mix with gated delta nets set "
-            f"experimental_attention_variant='{MIXED_VARIANT}' and keep qsa_indexer_n_heads"
+            f"experimental_attention_variant='{MIXED_VARIANTS[0]}' and keep qsa_indexer_n_heads"
         )
 
 
