@@ -14,6 +14,7 @@ from mcore_patches.ops.block_topk.design import (
     select_shared_bytes,
     select_tiles,
     splits_of_a_tile,
+    topk_capacity,
 )
 from mcore_patches.ops.device import HOPPER, HOPPER_SHARED_BYTES
 from tests.ops.compiling import compile_report
@@ -68,13 +69,13 @@ def test_score_kernel_fits(arch: str, heads: int, channels: int, dtype: str, wei
 
 
 @needs_nvcc
-@pytest.mark.parametrize(("arch", "topk"), [("sm_90a", 512), ("sm_90a", 4096), ("sm_90a", 7), ("sm_100a", 512)])
-def test_select_kernel_fits(arch: str, topk: int) -> None:
-    tiles = select_tiles(topk)
-    arguments = {"topk": topk, "threads": tiles.threads, "blocks_per_sm": tiles.blocks_per_sm}
+@pytest.mark.parametrize(("arch", "capacity"), [("sm_90a", 512), ("sm_90a", 2048), ("sm_90a", 4096), ("sm_100a", 512)])
+def test_select_kernel_fits(arch: str, capacity: int) -> None:
+    tiles = select_tiles(capacity)
+    arguments = {"capacity": capacity, "threads": tiles.threads, "blocks_per_sm": tiles.blocks_per_sm}
     report = compile_report(PACKAGE + "tilelang_select", "select_kernel", arguments, arch)
-    assert report.shared_bytes <= select_shared_bytes(topk) <= HOPPER_SHARED_BYTES
-    assert report.spilled <= SPILLED_AT_MOST.get(topk, 0)
+    assert report.shared_bytes <= select_shared_bytes(capacity) <= HOPPER_SHARED_BYTES
+    assert report.spilled <= SPILLED_AT_MOST.get(capacity, 0)
     assert report.registers * tiles.threads * tiles.blocks_per_sm <= REGISTERS
 
 
@@ -116,6 +117,11 @@ def test_declines_with_a_reason(change: dict, reason: str) -> None:
     }
     answer = score_tiles(**(arguments | change))
     assert isinstance(answer, str) and reason in answer
+
+
+@pytest.mark.parametrize(("topk", "capacity"), [(1, 512), (512, 512), (513, 1024), (2048, 2048), (2049, 4096)])
+def test_few_kernels_serve_every_topk(topk: int, capacity: int) -> None:
+    assert topk_capacity(topk) == capacity
 
 
 def test_chunks_are_bounded_and_whole_tiles() -> None:

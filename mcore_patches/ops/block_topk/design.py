@@ -71,19 +71,22 @@ def score_shared_bytes(tiles: ScoreTiles, heads: int, channels: int) -> int:
     return 2 * vectors * channels + -(-small // ALIGNMENT) * ALIGNMENT + BARRIER_BYTES
 
 
-def select_tiles(topk: int) -> SelectTiles:
+def topk_capacity(topk: int) -> int:
+    """What the kernels that serve `topk` have room for: one of few values, as short batches ask for fewer blocks."""
+    return 512 << max(0, (topk - 1).bit_length() - 9)
+
+
+def select_tiles(capacity: int) -> SelectTiles:
     """About 16 blocks of the chosen groups a thread, and as many rows at once as fit."""
-    threads = 128
-    while threads < min(1024, topk // 2):
-        threads *= 2
-    by_memory = SHARED_BYTES_OF_A_MULTIPROCESSOR // (select_shared_bytes(topk) + RESERVED_BYTES)
+    threads = min(1024, capacity // 2)
+    by_memory = SHARED_BYTES_OF_A_MULTIPROCESSOR // (select_shared_bytes(capacity) + RESERVED_BYTES)
     by_registers = REGISTERS // (threads * 48)
     return SelectTiles(threads, max(1, min(by_memory, by_registers)))
 
 
-def select_shared_bytes(topk: int) -> int:
+def select_shared_bytes(capacity: int) -> int:
     """Shared memory of the selection: keys and places of candidates, groups, the histogram, and a few sums."""
-    return GROUP * topk * 6 + 4 * topk + 4 * max(2048, topk) + 512
+    return GROUP * capacity * 6 + 4 * capacity + 4 * max(2048, capacity) + 512
 
 
 def rows_at_once(rows: int, tiles: ScoreTiles, width: int) -> int:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import threading
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -19,13 +21,16 @@ from mcore_patches.ops.block_topk.design import (
     score_tiles,
     select_tiles,
     splits_of_a_tile,
+    topk_capacity,
 )
 from mcore_patches.ops.device import Device, describe
-from mcore_patches.ops.jit import CACHE, compile_kernel
+from mcore_patches.ops.jit import CACHE, build_together, compile_kernel
 from mcore_patches.ops.packing import complete_blocks
 from mcore_patches.ops.workspace import chunks
 
 _INFINITY = 0x7F800000  # the key of a score of +inf; a GPU's NaN lies above
+# Kernels compile side by side, but are traced into TileLang's intermediate form one at a time.
+_TRACING = threading.Lock()
 new_empty = torch.empty  # a name of its own, for tests that put guards around buffers
 
 
@@ -52,7 +57,7 @@ def supports(
     if isinstance(tiles, str):
         return False, tiles
     fault = CACHE.failure_of("block_topk.score", device.arch, *q_idx.shape[1:], q_idx.dtype)
-    fault = fault or CACHE.failure_of("block_topk.select", device.arch, topk)
+    fault = fault or CACHE.failure_of("block_topk.select", device.arch, topk_capacity(topk))
     return fault is None, fault or ""
 
 
@@ -73,38 +78,47 @@ def score_kernel(
     def build() -> Any:
         from mcore_patches.ops.block_topk import tilelang_score
 
-        function = tilelang_score.score_kernel(
-            heads=heads,
-            channels=channels,
-            tile_rows=tiles.rows,
-            tile_blocks=tiles.blocks,
-            stages=tiles.stages,
-            slots=tiles.slots,
-            dtype=DTYPES[dtype],
-            weighted=weighted,
-            relu=relu,
-        )
+        with _TRACING:
+            function = tilelang_score.score_kernel(
+                heads=heads,
+                channels=channels,
+                tile_rows=tiles.rows,
+                tile_blocks=tiles.blocks,
+                stages=tiles.stages,
+                slots=tiles.slots,
+                dtype=DTYPES[dtype],
+                weighted=weighted,
+                relu=relu,
+            )
         return compile_kernel(key, function, arch=arch, pass_configs=tilelang_score.PASS_CONFIGS)
 
     return CACHE.get(key, build)
 
 
-def select_kernel(arch: str, topk: int) -> Any:
+def select_kernel(arch: str, capacity: int) -> Any:
     """The compiled selection, built on the first call.
 
     Raises:
         KernelBuildError: it does not compile.
     """
-    key = ("block_topk.select", arch, topk)
+    key = ("block_topk.select", arch, capacity)
 
     def build() -> Any:
         from mcore_patches.ops.block_topk import tilelang_select
 
-        tiles = select_tiles(topk)
-        function = tilelang_select.select_kernel(topk=topk, threads=tiles.threads, blocks_per_sm=tiles.blocks_per_sm)
+        with _TRACING:
+            function = tilelang_select.select_kernel(capacity=capacity, **asdict(select_tiles(capacity)))
         return compile_kernel(key, function, arch=arch, pass_configs=tilelang_select.PASS_CONFIGS)
 
     return CACHE.get(key, build)
+
+
+@functools.cache
+def _kernels(*scoring: Any, capacity: int) -> tuple[Any, Any]:
+    """Both kernels, built side by side; `scoring` as in `score_kernel`."""
+    builds = functools.partial(score_kernel, *scoring), functools.partial(select_kernel, scoring[0], capacity)
+    build_together(builds)
+    return builds[0](), builds[1]()
 
 
 @torch.compiler.disable
@@ -130,9 +144,8 @@ def select_blocks_tilelang(
     device = _device(q_idx.device)
     tiles = score_tiles(device.arch, device.shared_bytes, q_idx.dtype, heads, channels, topk)
     assert isinstance(tiles, ScoreTiles)
-    score = score_kernel(device.arch, q_idx.dtype, heads, channels, tiles, weights is not None, relu)
-    select = select_kernel(device.arch, topk)
-
+    scoring = device.arch, q_idx.dtype, heads, channels, tiles, weights is not None, relu
+    score, select = _kernels(*scoring, capacity=topk_capacity(topk))
     new = functools.partial(new_empty, dtype=torch.int32, device=q_idx.device)
     width = -(-num_blocks // tiles.blocks) * tiles.blocks
     at_once = rows_at_once(num_rows, tiles, width) if row_chunk is None else row_chunk

@@ -140,16 +140,16 @@ def _keep(source, base, count, cut, target, above_of, equal_of, tx, threads):
         equal += popcount(votes_equal)
 
 
-def select_kernel(*, topk: int, threads: int, blocks_per_sm: int):
+def select_kernel(*, capacity: int, threads: int, blocks_per_sm: int):
     """Build the kernel ``(keys, maxima, row_first, row_count, ids)``.
 
     ``keys [Tq, width]`` and ``maxima [Tq * width / GROUP]`` as `tilelang_score` writes them for rows that see more than
     `topk` blocks, ``row_first [Tq]`` and ``row_count [Tq]`` the blocks that a row sees. Writes ``ids [Tq, topk]``:
-    numbers of blocks, counted from ``row_first``, ascending, -1 behind the last.
+    numbers of blocks, counted from ``row_first``, ascending, -1 behind the last. `topk` is at most `capacity`.
     """
     warps = threads // 32
-    per_lane = -(-GROUP * topk // threads)
-    tq, width, all_groups = (T.dynamic(n) for n in ("tq", "width", "all_groups"))
+    per_lane = -(-GROUP * capacity // threads)
+    tq, width, all_groups, topk = (T.dynamic(n) for n in ("tq", "width", "all_groups", "topk"))
 
     @T.prim_func
     def block_topk_select(
@@ -161,10 +161,10 @@ def select_kernel(*, topk: int, threads: int, blocks_per_sm: int):
     ):
         with T.Kernel(tq, threads=threads) as row:
             T.annotate_min_blocks_per_sm(blocks_per_sm)
-            histogram = T.alloc_shared((max(BINS, topk),), "int32")  # later the places of the best
-            chosen = T.alloc_shared((topk,), "int32")  # groups
-            candidate = T.alloc_shared((GROUP * topk,), "int32")  # keys of blocks
-            place = T.alloc_shared((GROUP * topk,), "uint16")  # of a candidate among the blocks of the chosen groups
+            histogram = T.alloc_shared((max(BINS, capacity),), "int32")  # later the places of the best
+            chosen = T.alloc_shared((capacity,), "int32")  # groups
+            candidate = T.alloc_shared((GROUP * capacity,), "int32")  # keys of blocks
+            place = T.alloc_shared((GROUP * capacity,), "uint16")  # of candidates among the chosen groups' blocks
             above_of = T.alloc_shared((warps,), "int32")
             equal_of = T.alloc_shared((warps,), "int32")
             cut = T.alloc_shared((3,), "int32")
