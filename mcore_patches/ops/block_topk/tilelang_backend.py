@@ -52,7 +52,7 @@ def supports(
         return False, "tilelang is not installed"
     if q_idx.shape[0] == 0 or k_blocks.shape[0] == 0:
         return False, f"there is nothing to select: q_idx {tuple(q_idx.shape)}, k_blocks {tuple(k_blocks.shape)}"
-    device = _device(q_idx.device)
+    device = device_of(q_idx.device)
     tiles = score_tiles(device.arch, device.shared_bytes, q_idx.dtype, q_idx.shape[1], q_idx.shape[2], topk)
     if isinstance(tiles, str):
         return False, tiles
@@ -61,8 +61,9 @@ def supports(
     return fault is None, fault or ""
 
 
-def _device(device: torch.device) -> Device:
-    return describe(torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index))
+def device_of(device: torch.device) -> Device:
+    """The `Device` behind a CUDA device, the current one if it has no index."""
+    return describe(torch.device("cuda", torch.cuda.currentdevice_of() if device.index is None else device.index))
 
 
 def score_kernel(
@@ -141,7 +142,7 @@ def select_blocks_tilelang(
         KernelBuildError: a kernel does not compile; `supports` declines from then on.
     """
     (num_rows, heads, channels), num_blocks = q_idx.shape, k_blocks.shape[0]
-    device = _device(q_idx.device)
+    device = device_of(q_idx.device)
     tiles = score_tiles(device.arch, device.shared_bytes, q_idx.dtype, heads, channels, topk)
     assert isinstance(tiles, ScoreTiles)
     scoring = device.arch, q_idx.dtype, heads, channels, tiles, weights is not None, relu
@@ -150,8 +151,10 @@ def select_blocks_tilelang(
     width = -(-num_blocks // tiles.blocks) * tiles.blocks
     at_once = rows_at_once(num_rows, tiles, width) if row_chunk is None else row_chunk
     keys, maxima, ids = new(at_once, width), new(at_once, width // GROUP), new(num_rows, topk)
-    queries, index_keys = _readable(q_idx), _readable(k_blocks)
-    head_weights = queries.new_empty(0, heads, dtype=torch.float32) if weights is None else weights.contiguous()
+    queries, index_keys = readable(q_idx), readable(k_blocks)
+    # A kernel that leaves an argument alone wants one with an address all the same.
+    no_weights = queries.new_empty(1, heads, dtype=torch.float32)
+    head_weights = None if weights is None else weights.detach().contiguous()
     row_first, row_count = row_block_start.contiguous(), complete_blocks(row_pos, ratio).contiguous()
     nan_rows = []
     for rows in chunks(num_rows, at_once):
@@ -162,7 +165,7 @@ def select_blocks_tilelang(
         score(
             queries[rows],
             index_keys,
-            head_weights[rows],
+            no_weights if head_weights is None else head_weights[rows],
             *placement,
             keys[:number].view(number, -1, tiles.blocks),
             maxima[:number].view(number, -1, tiles.blocks // GROUP),
@@ -178,7 +181,7 @@ def select_blocks_tilelang(
     return ids
 
 
-def _readable(tensor: Tensor) -> Tensor:
+def readable(tensor: Tensor) -> Tensor:
     """`tensor` without its graph and contiguous, from an address that 16-byte copies can read."""
     tensor = tensor.detach().contiguous()
     return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
