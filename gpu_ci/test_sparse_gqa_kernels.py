@@ -238,7 +238,7 @@ def test_a_block_that_every_query_picks(limit: int | None) -> None:
 def test_several_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = Inputs.random(Case(budget=256, lengths=(900, 61)))
     kernels = tilelang_backend._kernels(inputs.q, inputs.k, inputs.rows.block_ids, 4)
-    few = dataclasses.replace(kernels.design.backward, steps=150, window_words=2**12)
+    few = dataclasses.replace(kernels.design.backward, steps=150, stored_bytes=2**20)
     monkeypatch.setattr(kernels, "design", dataclasses.replace(kernels.design, backward=few))
     reference = inputs.reference()
     for limit in (None, 0):

@@ -178,8 +178,8 @@ def check_attention(name: str) -> dict[str, float]:
 
     q, k, v, dout, ids, pos, start = packed_case([1, 3, 4, 41, 7, 130, 2, 2500, 61, 33], 2)
     rows = Rows(ids, pos, start)
-    # A scratch of few steps: several chunks.
-    few = kernels(steps=1000, window_words=2**16)
+    # A small scratch: several chunks.
+    few = kernels(steps=1000, stored_bytes=2**27)
     most = few.design.forward.limit(TOPK)
     limit = {"row": 0, "union": most, "mixed": 560}[name.partition("_")[0]]
     q64, k64, v64 = (x.double().requires_grad_() for x in (q, k, v))

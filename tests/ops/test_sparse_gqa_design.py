@@ -4,7 +4,17 @@ from typing import Any
 import pytest
 import torch
 
-from mcore_patches.ops.sparse_gqa.design import BLOCK_SIZES, DIMS, GROUPS, MASK_BITS, Design, sparse_gqa_design
+from mcore_patches.ops.sparse_gqa.design import (
+    BLOCK_SIZES,
+    DIMS,
+    GROUPS,
+    LISTED_BYTES,
+    MASK_BITS,
+    Design,
+    RowShape,
+    even_group,
+    sparse_gqa_design,
+)
 
 KIB = 1024
 REAL: dict[str, Any] = {
@@ -25,7 +35,7 @@ def design(**change: Any) -> Design:
 
 
 def test_real_shape_by_hand() -> None:
-    """Ten rows of twelve heads in 128 matrix rows; eight in 96 vectors; four in 48, the most below 64."""
+    """Ten rows of twelve heads in 128 matrix rows; eight in 96 vectors; four in 48."""
     tiles = design()
     assert (tiles.forward.rows, tiles.backward.union.rows, tiles.backward.window_rows) == (10, 8, 4)
 
@@ -37,7 +47,7 @@ def test_tiles_suit_the_matrix_unit(group: int, dim: int) -> None:
     forward, union, window = tiles.forward.rows, tiles.backward.union.rows, tiles.backward.window_rows
     assert 1 <= forward <= MASK_BITS and forward * group <= 128
     assert 1 <= union <= MASK_BITS and union * group <= 96 and union * group % 16 == 0
-    assert window >= 1 and window * group <= 64 and window * group % 16 == 0
+    assert window >= 1 and window * even_group(group) == 48
     # One row more would not fit, or would need another mask bit.
     assert forward == MASK_BITS or (forward + 1) * group > 128
 
@@ -85,3 +95,30 @@ def test_tiles_are_values() -> None:
     assert design() == design()
     assert hash(design()) == hash(design())
     assert dataclasses.replace(design().forward, rows=3) != design().forward
+
+
+@pytest.mark.parametrize("multiprocessors", [132, 114, 1])
+@pytest.mark.parametrize("rows", [1, 8, 100, 4096, 2**20])
+@pytest.mark.parametrize("tokens", [1, 65536, 2**20])
+@pytest.mark.parametrize(("dim", "group", "kv_heads"), [(256, 12, 2), (64, 1, 8), (128, 16, 1), (64, 3, 64)])
+def test_chunks_of_single_rows_fit_the_scratch(
+    rows: int, tokens: int, multiprocessors: int, dim: int, group: int, kv_heads: int
+) -> None:
+    tiles, shape = design(dim=dim, group=group).backward, RowShape(kv_heads, group, dim, 4)
+    chunk = tiles.chunk_rows(shape, rows, tokens, 512, multiprocessors)
+    assert chunk % tiles.union.rows == 0
+    assert 1 <= chunk < rows + tiles.union.rows
+    assert chunk * shape.stored_bytes(512) <= tiles.stored_bytes
+    assert chunk * LISTED_BYTES * (tokens // 64) <= tiles.stored_bytes
+
+
+def test_chunk_of_the_real_shape_by_hand() -> None:
+    """Two waves of 132 tiles of 8 rows for each of two KV heads: 26 MB of Q and dO."""
+    tiles, shape = design().backward, RowShape(2, 12, 256, 4)
+    assert shape.ranks(512) == 2112
+    assert shape.stored_bytes(512) == 2 * 2 * 2 * 2112 * 12
+    assert tiles.chunk_rows(shape, 65536, 65536, 512, 132) == 2 * 132 * 8
+    # A scratch that holds no wave: whole tiles, as many as fit, one at least.
+    small = dataclasses.replace(tiles, stored_bytes=100 * shape.stored_bytes(512))
+    assert small.chunk_rows(shape, 65536, 65536, 512, 132) == 96
+    assert dataclasses.replace(tiles, stored_bytes=1).chunk_rows(shape, 65536, 65536, 512, 132) == 8

@@ -9,12 +9,15 @@ import torch
 from mcore_patches.ops.device import HOPPER, HOPPER_SHARED_BYTES
 
 DIMS = (64, 128, 256)
-# Rows of the backward's steps times heads must be a multiple of 16, the least reduction of a matrix product.
+# Rows of a step times heads must be a multiple of 16, the least reduction of a matrix product, in the backward.
 GROUPS = (1, 2, 3, 4, 6, 8, 12, 16)
 # Whole blocks make up a step of keys, and one block of tokens has its bits in two neighbouring words.
 BLOCK_SIZES = (1, 2, 4, 8, 16)
 MASK_BITS = 16  # rows of a tile: a word holds who selected a block and whose incomplete one it is
 PLAN_THREADS = 256
+WINDOW = 64  # tokens of a window of keys: two words of bits
+LISTED_BYTES = 28  # of a row in a window: two words of bits, its rank, and all of these once more in its entry
+WINDOW_VECTORS = 48  # rows times heads of a step of the window kernel: three steps fit shared memory
 
 
 @dataclass(frozen=True)
@@ -45,21 +48,60 @@ class Tiles:
         return 4 * (2 * self.words + self.capacity(topk, block_size) + PLAN_THREADS + 8 * MASK_BITS)
 
 
+def even_group(group: int) -> int:
+    """Heads by which P and dS are stored: an even number, as an asynchronous copy moves two of them at least."""
+    return group + group % 2
+
+
 @dataclass(frozen=True)
 class BackwardTiles:
     """How the backward cuts a shape.
 
-    union: tiles of rows that share blocks; window_rows, window_stages: rows of a step of the window kernel, and steps
-    in shared memory; steps: steps of 64 keys whose partial sums the scratch holds; slots: most tiles of a chunk;
-    window_words: most words of the (window, row) bits held at once.
+    union: tiles of rows that share blocks; steps: steps of 64 keys whose partial sums the scratch holds; slots: most
+    tiles of a chunk; window_rows, window_stages: rows of a step of the window kernel, and steps in shared memory;
+    gathered_bytes: of Q and dO of one KV head in a chunk of single rows; stored_bytes: most bytes of P and dS, and of
+    the rows' bits in all windows, of a chunk.
     """
 
     union: Tiles
     window_rows: int
-    window_stages: int
+    window_stages: int = 3
     steps: int = 16384
     slots: int = 512
-    window_words: int = 2**27
+    gathered_bytes: int = 24 * 2**20
+    stored_bytes: int = 2**30
+
+    def chunk_rows(self, shape: RowShape, rows: int, tokens: int, topk: int, multiprocessors: int) -> int:
+        """Rows of a chunk of single rows, a multiple of the union's rows: whole waves of blocks, two a multiprocessor.
+
+        All windows gather from the same rows, which stay in the L2 cache if there are few; but a window loads and
+        stores its sums once a chunk.
+        """
+        wave = max(1, 2 * multiprocessors // shape.kv_heads) * self.union.rows
+        best = max(1, round(self.gathered_bytes / (4 * shape.group * shape.dim * wave))) * wave
+        listed_bytes = LISTED_BYTES * -(-tokens // WINDOW)
+        most = min(self.stored_bytes // shape.stored_bytes(topk), self.stored_bytes // listed_bytes)
+        unit = wave if most >= wave else self.union.rows
+        chunk = max(1, min(best, most) // unit) * unit
+        return min(chunk, -(-rows // self.union.rows) * self.union.rows)
+
+
+@dataclass(frozen=True)
+class RowShape:
+    """What the bytes of a row follow from."""
+
+    kv_heads: int
+    group: int
+    dim: int
+    block_size: int
+
+    def ranks(self, topk: int) -> int:
+        """Tokens that P and dS are stored for: those of all blocks and an incomplete one, in whole steps of 64."""
+        return -(-(topk + 1) * self.block_size // WINDOW) * WINDOW
+
+    def stored_bytes(self, topk: int) -> int:
+        """Bytes of P and dS of a row, bf16."""
+        return 4 * self.kv_heads * self.ranks(topk) * even_group(self.group)
 
 
 @dataclass(frozen=True)
@@ -103,10 +145,7 @@ def _forward_tiles(group: int) -> Tiles:
 
 def _backward_tiles(group: int) -> BackwardTiles:
     """A union step holds Q and dO of at most 96 vectors (48 KiB each at 256 channels) beside two stages of K and one of
-    V; a window step at most 64, beside a window of K and V. Both counts are reduction widths: multiples of 16.
+    V: a reduction width, a multiple of 16.
     """
     union_rows = max(r for r in range(1, MASK_BITS + 1) if r * group <= 96 and r * group % 16 == 0)
-    window_rows = max(r for r in range(1, 65) if r * group <= 64 and r * group % 16 == 0)
-    return BackwardTiles(
-        union=Tiles(rows=union_rows), window_rows=window_rows, window_stages=3 if window_rows * group <= 48 else 2
-    )
+    return BackwardTiles(union=Tiles(rows=union_rows), window_rows=WINDOW_VECTORS // even_group(group))

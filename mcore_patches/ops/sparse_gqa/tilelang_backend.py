@@ -164,7 +164,7 @@ def _choose_once(
 ) -> Kernels | str:
     design = sparse_gqa_design(device.arch, device.shared_bytes, dtype, dim, heads // kv_heads, block_size, most)
     if isinstance(design, Design):
-        return Kernels(Shape(device.arch, heads, kv_heads, dim, block_size, most), design)
+        return Kernels(Shape(device.arch, heads, kv_heads, dim, block_size, most, device.multiprocessors), design)
     return design
 
 

@@ -1,8 +1,11 @@
 """Launches of the backward of sparse GQA on TileLang. No host synchronisation.
 
 Tiles of rows that share blocks go to the union kernel, as in the forward but with tiles of its own. It leaves partial
-sums of dK and dV in a scratch buffer, chunk by chunk of tiles, and a reduction adds them up. For the other rows dQ
-comes from a row kernel, dK and dV from windows of keys that gather the rows which attend them, chunk by chunk of rows.
+sums of dK and dV in a scratch buffer, chunk by chunk of tiles, and a reduction adds them up.
+
+The other rows are taken chunk by chunk. A row kernel gives dQ and stores P and dS; dK and dV come from windows of keys,
+which gather Q and dO of the rows that attend them and multiply by what was stored.
+
 Every sum has a fixed order: repeated calls give the same bits.
 """
 
@@ -13,12 +16,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mcore_patches.ops.sparse_gqa.design import BackwardTiles
+from mcore_patches.ops.sparse_gqa.design import WINDOW, BackwardTiles, even_group
 from mcore_patches.ops.sparse_gqa.tilelang_forward import Plan, Rows, make_plan
 from mcore_patches.ops.sparse_gqa.tilelang_kernels import Kernels
-
-# Tokens of a window of keys: two words of bits.
-WINDOW = 64
 
 
 @dataclass(frozen=True)
@@ -59,13 +59,13 @@ def backward(
     dk, dv = (torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (k, v))
     _add_shared(kernels, inputs, rows, plan, scale, dq, dk, dv)
     _add_single(kernels, inputs, rows, plan, scale, dq, dk, dv)
-    return dq, dk.to(k.dtype), dv.to(v.dtype)
+    return dq, dk.mul_(scale).to(k.dtype), dv.to(v.dtype)
 
 
 def _add_shared(
     kernels: Kernels, inputs: Inputs, rows: Rows, plan: Plan, scale: float, dq: Tensor, dk: Tensor, dv: Tensor
 ) -> None:
-    """dq of the tiles that share, and what they add to dk and dv."""
+    """dq of the tiles that share, and what they add to dk (without the scale) and dv."""
     tiles = kernels.design.backward
     (tokens, kv_heads, dim), dtype, device = inputs.k.shape, inputs.k.dtype, inputs.k.device
     chunks = deal_chunks(plan.count, tiles, rows.block_ids.shape[1], kernels.shape.block_size)
@@ -75,28 +75,38 @@ def _add_shared(
     lists = plan.count, plan.first, plan.info, rows.pos, chunks.tile_of, chunks.offset
     for chunk in range(len(chunks.tile_of)):
         kernels["backward_union"](*sources, *lists, dq, partial, place, chunk, scale)
-        kernels["backward_reduce"](partial, place, chunks.tiles, dk, dv, chunk, scale)
+        kernels["backward_reduce"](partial, place, chunks.tiles, dk, dv, chunk)
 
 
 def _add_single(
     kernels: Kernels, inputs: Inputs, rows: Rows, plan: Plan, scale: float, dq: Tensor, dk: Tensor, dv: Tensor
 ) -> None:
-    """dq of the rows of all other tiles, and what they add to dk and dv."""
-    q, k, v, dout, lse, delta = inputs.q, inputs.k, inputs.v, inputs.dout, inputs.lse, inputs.delta
-    selection = rows.block_ids, rows.pos, rows.start, plan.row_count, plan.count
-    kernels["backward_row"](q, k, v, dout, *selection, lse, delta, dq, scale)
-    n_rows, windows = len(q), -(-len(k) // WINDOW)
-    rows_at_once = min(n_rows, max(kernels.design.backward.window_words // (2 * windows), 1))
+    """dq of the rows of all other tiles, and what they add to dk (without the scale) and dv."""
+    tiles, shape, topk = kernels.design.backward, kernels.shape.row, rows.block_ids.shape[1]
+    windows = -(-len(inputs.k) // WINDOW)
+    size = tiles.chunk_rows(shape, len(inputs.q), len(inputs.k), topk, kernels.shape.multiprocessors)
 
     def new(*size: int) -> Tensor:
-        return torch.empty(size, dtype=torch.int32, device=q.device)
+        return torch.empty(size, dtype=torch.int32, device=dq.device)
 
-    bits, lists, listed = new(2 * windows, rows_at_once), new(windows, rows_at_once), new(windows)
-    for row0 in range(0, n_rows, rows_at_once):
-        bits.zero_()
-        kernels["backward_mark"](*selection, bits, row0)
-        kernels["backward_list"](bits, listed, lists)
-        kernels["backward_window"](q, k, v, dout, lse, delta, bits, listed, lists, dk, dv, row0, scale)
+    ordered, selected = new(size, topk), new(size)
+    bits, ranks, entries, listed = (
+        new(2 * windows, size).zero_(),
+        new(windows, size),
+        new(windows, size, 4),
+        new(windows),
+    )
+    stored_size = 2, size, shape.kv_heads, shape.ranks(topk), even_group(shape.group)
+    stored = torch.empty(stored_size, dtype=dq.dtype, device=dq.device)
+    single = torch.nn.functional.pad(plan.count < 0, (0, -len(plan.count) % (size // tiles.union.rows)))
+    singles = single.view(-1, size // tiles.union.rows).sum(1, dtype=torch.int32)
+    sources = inputs.q, inputs.k, inputs.v, inputs.dout, ordered, selected, rows.pos, rows.start, plan.count
+    for chunk, row0 in enumerate(range(0, len(inputs.q), size)):
+        selection = rows.block_ids, rows.pos, rows.start, plan.count
+        kernels["backward_order"](*selection, ordered, selected, bits, ranks, row0)
+        kernels["backward_list"](bits, ranks, singles, listed, entries, chunk)
+        kernels["backward_row"](*sources, inputs.lse, inputs.delta, dq, stored, row0, scale)
+        kernels["backward_window"](inputs.q, inputs.dout, stored, listed, entries, dk, dv, row0)
 
 
 @dataclass(frozen=True)

@@ -10,13 +10,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from mcore_patches.ops.jit import CACHE, compile_kernel
-from mcore_patches.ops.sparse_gqa.design import BackwardTiles, Design, Tiles
+from mcore_patches.ops.sparse_gqa.design import BackwardTiles, Design, RowShape, Tiles
 
 OP = "sparse_gqa"
 DTYPE = "bfloat16"
 # Every barrier is written out: those that TileLang would add sit inside the loops that gather.
 OWN_BARRIERS = {"tl.disable_thread_storage_sync": True, "tl.disable_warp_specialized": True}
 FAST_MATH = {**OWN_BARRIERS, "tl.enable_fast_math": True}
+# Every access is guarded by hand.
+GUARDED = {**FAST_MATH, "tl.disable_safe_memory_legalize": True}
+# Blocks that are put in order in one pass over a row's ids, in words of 32.
+ORDER_WORDS = 2048
 # Kernels compile side by side, but are traced into TileLang's intermediate form one at a time.
 _TRACING = threading.Lock()
 
@@ -31,6 +35,11 @@ class Shape:
     dim: int
     block_size: int
     topk_class: int
+    multiprocessors: int = 132  # of the device; in no key
+
+    @property
+    def row(self) -> RowShape:
+        return RowShape(self.kv_heads, self.heads // self.kv_heads, self.dim, self.block_size)
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -110,13 +119,15 @@ def _backward_specifications(shape: Shape, tiles: BackwardTiles) -> dict[str, Sp
             FAST_MATH,
         ),
         "backward_row": Specification("tilelang_row_backward", "row_backward", heads | selection | keys, FAST_MATH),
-        "backward_mark": Specification("tilelang_windows", "mark_windows", selection, FAST_MATH),
-        "backward_list": Specification("tilelang_windows", "list_windows", {}, FAST_MATH),
+        "backward_order": Specification(
+            "tilelang_windows", "order_rows", selection | {"words": ORDER_WORDS}, OWN_BARRIERS
+        ),
+        "backward_list": Specification("tilelang_windows", "list_windows", {}, OWN_BARRIERS),
         "backward_window": Specification(
             "tilelang_window_backward",
             "window_backward",
             heads | {"rows": tiles.window_rows, "stages": tiles.window_stages},
-            FAST_MATH,
+            GUARDED,
         ),
     }
 

@@ -16,21 +16,9 @@ threads arrive changes nothing.
 
 import tilelang.language as T
 
+from mcore_patches.ops.tilelang_warp import atomic, below, popcount
+
 THREADS = 256
-
-
-def _popc(word):
-    """Number of set bits; TileLang has no lowering of TVM's popcount to CUDA."""
-    return T.call_extern("int32", "__popc", word)
-
-
-def _or_shared(element, bits):
-    """element |= bits. `T.atomic_or` emits an instruction for global memory, which faults on a shared address."""
-    T.evaluate(T.call_extern("int32", "atomicOr", T.address_of(element), bits))
-
-
-def _max_shared(element, value):
-    T.evaluate(T.call_extern("int32", "atomicMax", T.address_of(element), value))
 
 
 def plan(*, rows: int, block_size: int, keys: int, entries: int, words: int):
@@ -58,7 +46,7 @@ def plan(*, rows: int, block_size: int, keys: int, entries: int, words: int):
     ):
         with T.Kernel(tiles, threads=THREADS) as tile:
             bitmap = T.alloc_shared((words,), "int32")
-            below = T.alloc_shared((words,), "int32")
+            places = T.alloc_shared((words,), "int32")
             partial = T.alloc_shared((THREADS,), "int32")
             mask = T.alloc_shared((entries,), "int32")
             start = T.alloc_shared((rows,), "int32")
@@ -111,18 +99,18 @@ def plan(*, rows: int, block_size: int, keys: int, entries: int, words: int):
                                 block = block_ids[tile * rows + r, c]
                                 if block >= 0 and block < full[r]:
                                     if block < blocks:
-                                        _or_shared(bitmap[block // 32], 1 << (block % 32))
+                                        atomic("atomicOr", bitmap[block // 32], 1 << (block % 32))
                                     after = block_ids[tile * rows + r, T.min(c + 1, topk - 1)]
                                     if c == topk - 1 or after < 0 or after >= full[r]:
-                                        _max_shared(used[r], c + 1)
+                                        atomic("atomicMax", used[r], c + 1)
                     if tx < rows:
                         if start[tx] == start[lead] and tail[tx] > 0 and full[tx] < blocks:
-                            _or_shared(bitmap[full[tx] // 32], 1 << (full[tx] % 32))
+                            atomic("atomicOr", bitmap[full[tx] // 32], 1 << (full[tx] % 32))
                     T.sync_threads()
                     running = 0
                     for w in T.serial(chunk):
                         if tx * chunk + w < n_words:
-                            running += _popc(bitmap[tx * chunk + w])
+                            running += popcount(bitmap[tx * chunk + w])
                     partial[tx] = running
                     T.sync_threads()
                     T.cumsum(partial, dim=0)
@@ -135,12 +123,12 @@ def plan(*, rows: int, block_size: int, keys: int, entries: int, words: int):
                             running = base + partial[tx] - running
                             for w in T.serial(chunk):
                                 if tx * chunk + w < n_words:
-                                    below[tx * chunk + w] = running
+                                    places[tx * chunk + w] = running
                                     bits = bitmap[tx * chunk + w]
                                     while bits != 0:
                                         first[tile, running] = (
                                             start[lead]
-                                            + ((tx * chunk + w) * 32 + _popc((bits & (-bits)) - 1)) * block_size
+                                            + ((tx * chunk + w) * 32 + popcount((bits & (-bits)) - 1)) * block_size
                                         )
                                         mask[running] = 0
                                         bits = bits & (bits - 1)
@@ -151,20 +139,16 @@ def plan(*, rows: int, block_size: int, keys: int, entries: int, words: int):
                                     for s in T.serial(T.ceildiv(topk - tx, THREADS)):
                                         block = block_ids[tile * rows + r, s * THREADS + tx]
                                         if block >= 0 and block < full[r]:
-                                            _or_shared(
-                                                mask[
-                                                    below[block // 32]
-                                                    + _popc(bitmap[block // 32] & ((1 << (block % 32)) - 1))
-                                                ],
+                                            atomic(
+                                                "atomicOr",
+                                                mask[places[block // 32] + below(bitmap[block // 32], block % 32)],
                                                 1 << r,
                                             )
                             if tx < rows:
                                 if start[tx] == start[lead] and tail[tx] > 0:
-                                    _or_shared(
-                                        mask[
-                                            below[full[tx] // 32]
-                                            + _popc(bitmap[full[tx] // 32] & ((1 << (full[tx] % 32)) - 1))
-                                        ],
+                                    atomic(
+                                        "atomicOr",
+                                        mask[places[full[tx] // 32] + below(bitmap[full[tx] // 32], full[tx] % 32)],
                                         1 << (16 + tx),
                                     )
                             base += total

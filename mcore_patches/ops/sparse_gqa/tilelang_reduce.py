@@ -4,17 +4,19 @@
 
 import tilelang.language as T
 
+from mcore_patches.ops.tilelang_warp import below, popcount, votes
+
 TOKENS = 8  # tokens of a block of threads: eight pieces of 16 bytes side by side
 BATCH = 4  # loads in flight
 
 
 def reduce_partials(*, kv_heads: int, dim: int, keys: int, slots: int, dtype: str):
-    """Build the kernel ``(partial, place, tiles_of, dk, dv, chunk, scale)``.
+    """Build the kernel ``(partial, place, tiles_of, dk, dv, chunk)``.
 
     ``partial [steps, kv_heads, 2, dim / 8, keys, 8]`` and ``place [Tk, slots]`` as :mod:`tilelang_union_backward`
     writes them; ``place`` is left zeroed. ``tiles_of [chunks]``: how many tiles a chunk has; one without any costs next
-    to nothing. Adds ``scale`` times the first kind of sums to ``dk`` and the second to ``dv``, ``[Tk, kv_heads, dim]``
-    fp32.
+    to nothing. Adds the first kind of sums to ``dk`` (without the scale) and the second to ``dv``, ``[Tk, kv_heads,
+    dim]`` fp32.
     """
     pieces = dim // 8
     threads = TOKENS * pieces * 2
@@ -29,7 +31,6 @@ def reduce_partials(*, kv_heads: int, dim: int, keys: int, slots: int, dtype: st
         dk: T.Tensor((tk, kv_heads, dim), "float32"),
         dv: T.Tensor((tk, kv_heads, dim), "float32"),
         chunk: T.int32,
-        scale: T.float32,
     ):
         with T.Kernel(T.ceildiv(tk, TOKENS), threads=threads) as block:
             listed = T.alloc_shared((TOKENS, slots), "int32")
@@ -48,12 +49,11 @@ def reduce_partials(*, kv_heads: int, dim: int, keys: int, slots: int, dtype: st
                         if block * TOKENS + mine < tk:
                             for s in T.serial(slots // 32):
                                 found = place[block * TOKENS + mine, s * 32 + tx % 32]
-                                votes = T.call_extern("int32", "__ballot_sync", T.uint32(0xFFFFFFFF), found != 0)
+                                filled = votes(found != 0)
                                 if found != 0:
                                     place[block * TOKENS + mine, s * 32 + tx % 32] = 0
-                                    below = T.call_extern("int32", "__popc", votes & ((1 << (tx % 32)) - 1))
-                                    listed[mine, at + below] = found
-                                at += T.call_extern("int32", "__popc", votes)
+                                    listed[mine, at + below(filled, tx % 32)] = found
+                                at += popcount(filled)
                         if tx % 32 == 0:
                             length[mine] = at
                 T.sync_threads()
@@ -77,7 +77,7 @@ def reduce_partials(*, kv_heads: int, dim: int, keys: int, slots: int, dtype: st
                                         acc[e] += T.cast(piece[b, e], "float32")
                         if which == 0:
                             for e in T.vectorized(8):
-                                dk[token, g, c * 8 + e] += acc[e] * scale
+                                dk[token, g, c * 8 + e] += acc[e]
                         else:
                             for e in T.vectorized(8):
                                 dv[token, g, c * 8 + e] += acc[e]

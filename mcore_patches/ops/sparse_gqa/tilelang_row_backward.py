@@ -1,33 +1,41 @@
 # The language of kernels is not typed.
 # mypy: ignore-errors
-"""dQ of sparse GQA one query row at a time, for tiles whose rows share too few blocks.
+"""dQ of sparse GQA one query row at a time, for tiles whose rows share too few blocks; P and dS for the windows.
 
 As in the forward, the gather of keys and values bounds the kernel, so keys are the 64-row operand: ``S = K Q^T``,
 ``dP = V dO^T`` and ``dQ^T = K^T dS`` (``dim`` by ``group``). A key's probabilities need no other key, so nothing
 crosses threads. One stage each of K and V: two blocks share an SM and one gathers while the other multiplies.
+
+P and dS are stored by rank for :mod:`tilelang_window_backward`, which would have to read all keys again otherwise.
 """
 
 import tilelang.language as T
+
+from mcore_patches.ops.sparse_gqa.design import even_group
 
 LOG2E = 1.4426950408889634
 WARPGROUP = 128
 
 
 def row_backward(*, heads: int, kv_heads: int, dim: int, rows: int, block_size: int, dtype: str, keys: int):
-    """Build the kernel ``(q, k, v, dout, block_ids, row_pos, row_start, row_count, count, lse, delta, dq, scale)``.
+    """Build the kernel of one chunk of rows, from ``row0`` on, a multiple of ``rows``.
 
-    ``q``, ``dout`` and ``dq [Tq, heads, dim]``, ``k`` and ``v [Tk, kv_heads, dim]``, ``block_ids [Tq, K]``,
-    ``row_count [Tq]`` and ``count [tiles]`` from the plan (tiles with a count >= 0 are skipped), ``lse`` (natural log)
-    and ``delta [Tq, heads]`` fp32, ``scale`` on q . k.
+    ``(q, k, v, dout, ordered, selected, row_pos, row_start, count, lse, delta, dq, stored, row0, scale)``: ``q``,
+    ``dout`` and ``dq [Tq, heads, dim]``, ``k`` and ``v [Tk, kv_heads, dim]``, ``ordered [chunk, K]`` and ``selected
+    [chunk]`` (:mod:`tilelang_windows`), ``count [tiles]`` from the plan (tiles with a count >= 0 are skipped), ``lse``
+    (natural log) and ``delta [Tq, heads]`` fp32, ``scale`` on q . k. Writes ``dq`` and ``stored [2, chunk, kv_heads,
+    ranks, even group]``: P and dS (without the scale) of every token by rank, ``ranks`` a multiple of ``keys``.
     """
     group = heads // kv_heads
+    wide = even_group(group)
     cols = -(-group // 16) * 16  # dS is read along the heads, 16 at least
     entries = keys // block_size
     lanes = dim // 8
     tokens_per_pass = WARPGROUP // lanes
     passes = keys // tokens_per_pass
     q_passes = -(-cols * lanes // WARPGROUP)
-    tq, tk, tiles, topk = T.dynamic("tq"), T.dynamic("tk"), T.dynamic("tiles"), T.dynamic("topk")
+    names = ("tq", "tk", "tiles", "topk", "chunk", "ranks")
+    tq, tk, tiles, topk, chunk, ranks = (T.dynamic(n) for n in names)
     full_row = T.GemmWarpPolicy.FullRow
 
     @T.prim_func
@@ -36,18 +44,22 @@ def row_backward(*, heads: int, kv_heads: int, dim: int, rows: int, block_size: 
         k: T.Tensor((tk, kv_heads, dim), dtype),
         v: T.Tensor((tk, kv_heads, dim), dtype),
         dout: T.Tensor((tq, heads, dim), dtype),
-        block_ids: T.Tensor((tq, topk), "int32"),
+        ordered: T.Tensor((chunk, topk), "int32"),
+        selected: T.Tensor((chunk,), "int32"),
         row_pos: T.Tensor((tq,), "int32"),
         row_start: T.Tensor((tq,), "int32"),
-        row_count: T.Tensor((tq,), "int32"),
         count: T.Tensor((tiles,), "int32"),
         lse: T.Tensor((tq, heads), "float32"),
         delta: T.Tensor((tq, heads), "float32"),
         dq: T.Tensor((tq, heads, dim), dtype),
+        stored: T.Tensor((2, chunk, kv_heads, ranks, wide), dtype),
+        row0: T.int32,
         scale: T.float32,
     ):
-        with T.Kernel(tiles * kv_heads, threads=2 * WARPGROUP) as program:
-            tile, g = program // kv_heads, program % kv_heads
+        with T.Kernel(chunk // rows * kv_heads, threads=2 * WARPGROUP) as program:
+            i0 = program // kv_heads * rows
+            g = program % kv_heads
+            tile = row0 // rows + program // kv_heads
             T.annotate_min_blocks_per_sm(2)
             q_shared = T.alloc_shared((cols, dim), dtype)
             do_shared = T.alloc_shared((cols, dim), dtype)
@@ -70,13 +82,13 @@ def row_backward(*, heads: int, kv_heads: int, dim: int, rows: int, block_size: 
             it = T.alloc_var("int32", init=0)
             scale_log2e = scale * LOG2E
 
-            if count[tile] < 0:
+            if tile < tiles and count[T.min(tile, tiles - 1)] < 0:
                 if tx < WARPGROUP:
                     for r in T.serial(rows):
                         row = tile * rows + r
                         if row < tq:
                             tail = T.if_then_else(row_pos[row] < 0, 0, (row_pos[row] + 1) % block_size)
-                            steps = T.ceildiv(row_count[row] + T.if_then_else(tail > 0, 1, 0), entries)
+                            steps = T.ceildiv(selected[i0 + r] + T.if_then_else(tail > 0, 1, 0), entries)
                             for p in T.unroll(q_passes):
                                 if p * WARPGROUP + tx < cols * lanes:
                                     j = (p * WARPGROUP + tx) // lanes
@@ -100,7 +112,7 @@ def row_backward(*, heads: int, kv_heads: int, dim: int, rows: int, block_size: 
                             T.ptx_wait_group(0)
                             T.fence_proxy_async()
                             T.sync_threads(1, WARPGROUP)
-                            for _t in T.serial(steps):
+                            for t in T.serial(steps):
                                 T.barrier_wait(k_ready, it & 1)
                                 T.wgmma_gemm(
                                     k_shared, q_shared, scores, transpose_B=True, clear_accum=True, policy=full_row
@@ -114,11 +126,17 @@ def row_backward(*, heads: int, kv_heads: int, dim: int, rows: int, block_size: 
                                     scores[i, j] = T.if_then_else(
                                         mask_shared[i] != 0, T.exp2(scores[i, j] * scale_log2e - lse_shared[j]), 0
                                     )
+                                for i, j in T.Parallel(keys, cols):
+                                    if j < wide:
+                                        stored[0, i0 + r, g, t * keys + i, j] = scores[i, j]
                                 T.wait_wgmma(0)
                                 T.barrier_arrive(v_free)
                                 for i, j in T.Parallel(keys, cols):
                                     scores[i, j] = scores[i, j] * (dp[i, j] - delta_shared[j])
                                 T.copy(scores, ds_shared)
+                                for i, j in T.Parallel(keys, cols):
+                                    if j < wide:
+                                        stored[1, i0 + r, g, t * keys + i, j] = scores[i, j]
                                 T.fence_proxy_async()
                                 T.sync_threads(1, WARPGROUP)
                                 T.wgmma_gemm(k_shared, ds_shared, acc, transpose_A=True, policy=full_row)
@@ -147,15 +165,13 @@ def row_backward(*, heads: int, kv_heads: int, dim: int, rows: int, block_size: 
                             start = row_start[row]
                             full = T.if_then_else(pos < 0, 0, (pos + 1) // block_size)
                             tail = T.if_then_else(pos < 0, 0, (pos + 1) % block_size)
-                            listed = row_count[row]
+                            listed = selected[i0 + r]
                             steps = T.ceildiv(listed + T.if_then_else(tail > 0, 1, 0), entries)
                             for t in T.serial(steps):
                                 slot = t * entries + T.min(pt, keys - 1) // block_size
                                 token = -1
                                 if slot < listed:
-                                    block = block_ids[row, slot]
-                                    if block >= 0 and block < full:
-                                        token = start + block * block_size + pt % block_size
+                                    token = start + ordered[i0 + r, slot] * block_size + pt % block_size
                                 if slot == listed and pt % block_size < tail:
                                     token = start + full * block_size + pt % block_size
                                 if pt < keys:

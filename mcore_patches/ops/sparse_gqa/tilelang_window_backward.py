@@ -2,195 +2,149 @@
 # mypy: ignore-errors
 """dK and dV of sparse GQA by windows of 64 tokens: the rows that attend one of them are gathered, nothing is scattered.
 
-A block holds a window's keys and values and two warpgroups of sums: one turns scores into probabilities and collects
-dV, the other score gradients and dK. A third gathers Q and dO of the listed rows. Keys are the 64-row operand, so that
-probabilities come out of the first product in the registers that the second one reads.
+A step takes a few listed rows: dV += P^T dO and dK += dS^T Q, of 64 tokens by the rows' heads. P and dS come from the
+row kernel, which stored them by rank; a token that a row does not attend gets zeros. One warpgroup collects dV, another
+dK, a third gathers. The gather of Q and dO bounds the kernel.
 """
 
 import tilelang.language as T
 
-LOG2E = 1.4426950408889634
+from mcore_patches.ops.sparse_gqa.design import WINDOW, even_group
+from mcore_patches.ops.sparse_gqa.tilelang_windows import WORD
+from mcore_patches.ops.tilelang_warp import below, popcount
+
 WARPGROUP = 128
-WINDOW = 64
-# Two collecting warpgroups and a gathering one share the 504 registers a lane that 384 threads are launched with.
-CONSUMER_REGISTERS = 216
-PRODUCER_REGISTERS = 72
 
 
 def window_backward(*, heads: int, kv_heads: int, dim: int, rows: int, stages: int, dtype: str):
-    """Build the kernel ``(q, k, v, dout, lse, delta, bits, listed, lists, dk, dv, row0, scale)``.
+    """Build the kernel ``(q, dout, stored, listed, entries, dk, dv, row0)`` of one chunk of rows.
 
-    ``q`` and ``dout [Tq, heads, dim]``, ``k`` and ``v [Tk, kv_heads, dim]``, ``lse`` (natural log) and ``delta [Tq,
-    heads]``, ``bits``, ``listed`` and ``lists`` of rows from ``row0`` on (:mod:`tilelang_windows`), ``rows`` listed
-    rows a step. Adds to ``dk`` and ``dv [Tk, kv_heads, dim]`` fp32.
+    ``q`` and ``dout [Tq, heads, dim]``; ``stored [2, chunk, kv_heads, ranks, even group]``, P and dS as
+    :mod:`tilelang_row_backward` writes them; ``listed`` and ``entries`` (:mod:`tilelang_windows`) of rows from ``row0``
+    on, ``rows`` of them a step. Adds to ``dk`` (without the scale) and ``dv [Tk, kv_heads, dim]`` fp32.
     """
     group = heads // kv_heads
-    vectors = rows * group
+    wide = even_group(group)
+    vectors = rows * wide
     lanes = dim // 8
     vectors_per_pass = WARPGROUP // lanes
-    passes = -(-vectors // vectors_per_pass)
-    key_passes = WINDOW // (3 * WARPGROUP // lanes) + 1
-    tq, tk, words, windows, chunk = (T.dynamic(n) for n in ("tq", "tk", "words", "windows", "chunk"))
+    passes = vectors // vectors_per_pass
+    piece = next(p for p in (8, 4, 2) if wide % p == 0)  # elements of one asynchronous copy of P or dS
+    tq, tk, chunk, ranks, windows, most = (T.dynamic(n) for n in ("tq", "tk", "chunk", "ranks", "windows", "most"))
     full_row = T.GemmWarpPolicy.FullRow
+
+    @T.macro
+    def collect(which, probs, vectors_shared, total, ready, free, steps, w, g):
+        """One consumer: total[tokens of window w] += sum over steps of probs[which, stage] @ vectors_shared[stage]."""
+        acc = T.alloc_fragment((WINDOW, dim), "float32")
+        for i, d in T.Parallel(WINDOW, dim):
+            acc[i, d] = T.if_then_else(w * WINDOW + i < tk, total[T.min(w * WINDOW + i, tk - 1), g, d], 0)
+        for t in T.serial(steps):
+            T.barrier_wait(ready[t % stages], (t // stages) & 1)
+            T.wgmma_gemm(probs[which, t % stages, :, :], vectors_shared[t % stages, :, :], acc, policy=full_row)
+            T.wait_wgmma(1)
+            if t > 0:
+                T.barrier_arrive(free[(t - 1) % stages])
+        T.wait_wgmma(0)
+        for i, d in T.Parallel(WINDOW, dim):
+            if w * WINDOW + i < tk:
+                total[w * WINDOW + i, g, d] = acc[i, d]
 
     @T.prim_func
     def sparse_gqa_window_backward(
         q: T.Tensor((tq, heads, dim), dtype),
-        k: T.Tensor((tk, kv_heads, dim), dtype),
-        v: T.Tensor((tk, kv_heads, dim), dtype),
         dout: T.Tensor((tq, heads, dim), dtype),
-        lse: T.Tensor((tq, heads), "float32"),
-        delta: T.Tensor((tq, heads), "float32"),
-        bits: T.Tensor((words, chunk), "int32"),
+        stored: T.Tensor((2, chunk, kv_heads, ranks, wide), dtype),
         listed: T.Tensor((windows,), "int32"),
-        lists: T.Tensor((windows, chunk), "int32"),
+        entries: T.Tensor((windows, most, 4), "int32"),
         dk: T.Tensor((tk, kv_heads, dim), "float32"),
         dv: T.Tensor((tk, kv_heads, dim), "float32"),
         row0: T.int32,
-        scale: T.float32,
     ):
-        with T.Kernel(windows * kv_heads, threads=3 * WARPGROUP) as program:
-            w, g = program // kv_heads, program % kv_heads
-            k_shared = T.alloc_shared((WINDOW, dim), dtype)
-            v_shared = T.alloc_shared((WINDOW, dim), dtype)
+        # One KV head after the other: half as much of Q and dO is in use at a time, and stays in the L2 cache.
+        with T.Kernel(windows, kv_heads, threads=3 * WARPGROUP) as (w, g):
             q_shared = T.alloc_shared((stages, vectors, dim), dtype)
             do_shared = T.alloc_shared((stages, vectors, dim), dtype)
-            p_shared = T.alloc_shared((WINDOW, vectors), dtype)
-            bits_shared = T.alloc_shared((stages, 2, rows), "int32")
-            lse_shared = T.alloc_shared((stages, vectors), "float32")
-            delta_shared = T.alloc_shared((stages, vectors), "float32")
-            row_shared = T.alloc_shared((2, rows), "int32")
-            ready = T.alloc_barrier(arrive_count=[2 * WARPGROUP] * stages)
+            probs = T.alloc_shared((2, stages, WINDOW, vectors), dtype)
+            # Two slots: a warp may write the rows of the next step while another still reads those of this one.
+            entry_shared = T.alloc_shared((2, rows, 4), "int32")
+            ready = T.alloc_barrier(arrive_count=[WARPGROUP] * stages)
             free = T.alloc_barrier(arrive_count=[2 * WARPGROUP] * stages)
-            p_ready = T.alloc_barrier(arrive_count=WARPGROUP)
-            p_free = T.alloc_barrier(arrive_count=WARPGROUP)
 
             tx = T.get_thread_binding()
             n = listed[w]
             steps = T.ceildiv(n, rows)
-            scale_log2e = scale * LOG2E
 
             if n > 0:
-                for p in T.unroll(key_passes):
-                    i = p * (3 * WARPGROUP // lanes) + tx // lanes
-                    if i < WINDOW:
-                        T.ptx_cp_async(
-                            T.access_ptr(k_shared[i, tx % lanes * 8], "w", 8),
-                            T.access_ptr(k[T.min(w * WINDOW + i, tk - 1), g, tx % lanes * 8], "r", 8),
-                            8,
-                            w * WINDOW + i < tk,
-                        )
-                        T.ptx_cp_async(
-                            T.access_ptr(v_shared[i, tx % lanes * 8], "w", 8),
-                            T.access_ptr(v[T.min(w * WINDOW + i, tk - 1), g, tx % lanes * 8], "r", 8),
-                            8,
-                            w * WINDOW + i < tk,
-                        )
-                T.ptx_commit_group()
-                T.ptx_wait_group(0)
-                T.fence_proxy_async()
-                T.sync_threads()
                 if tx < WARPGROUP:
-                    T.set_max_nreg(CONSUMER_REGISTERS, 1)
-                    scores = T.alloc_fragment((WINDOW, vectors), "float32")
-                    probs = T.alloc_fragment((WINDOW, vectors), dtype)
-                    dv_acc = T.alloc_fragment((WINDOW, dim), "float32")
-                    T.fill(dv_acc, 0)
-                    for t in T.serial(steps):
-                        stage = t % stages
-                        T.barrier_wait(ready[stage], (t // stages) & 1)
-                        T.wgmma_gemm(
-                            k_shared, q_shared[stage, :, :], scores, transpose_B=True, clear_accum=True, policy=full_row
-                        )
-                        T.wait_wgmma(0)
-                        for i, j in T.Parallel(WINDOW, vectors):
-                            scores[i, j] = T.if_then_else(
-                                ((bits_shared[stage, i // 32, j // group] >> (i % 32)) & 1) != 0,
-                                T.exp2(scores[i, j] * scale_log2e - lse_shared[stage, j]),
-                                0,
-                            )
-                        T.copy(scores, probs)
-                        T.barrier_wait(p_free, (t & 1) ^ 1)
-                        T.copy(probs, p_shared)
-                        T.barrier_arrive(p_ready)
-                        T.wgmma_gemm(probs, do_shared[stage, :, :], dv_acc, policy=full_row)
-                        T.wait_wgmma(0)
-                        T.barrier_arrive(free[stage])
-                    for i, d in T.Parallel(WINDOW, dim):
-                        if w * WINDOW + i < tk:
-                            dv[w * WINDOW + i, g, d] += dv_acc[i, d]
+                    collect(0, probs, do_shared, dv, ready, free, steps, w, g)
                 elif tx < 2 * WARPGROUP:
-                    T.set_max_nreg(CONSUMER_REGISTERS, 1)
-                    dp = T.alloc_fragment((WINDOW, vectors), "float32")
-                    ds = T.alloc_fragment((WINDOW, vectors), dtype)
-                    dk_acc = T.alloc_fragment((WINDOW, dim), "float32")
-                    T.fill(dk_acc, 0)
-                    for t in T.serial(steps):
-                        stage = t % stages
-                        T.barrier_wait(ready[stage], (t // stages) & 1)
-                        T.wgmma_gemm(
-                            v_shared, do_shared[stage, :, :], dp, transpose_B=True, clear_accum=True, policy=full_row
-                        )
-                        T.wait_wgmma(0)
-                        T.barrier_wait(p_ready, t & 1)
-                        for i, j in T.Parallel(WINDOW, vectors):
-                            # A token that nobody attends may hold anything, NaN included.
-                            dp[i, j] = T.if_then_else(
-                                p_shared[i, j] != T.cast(0, dtype),
-                                T.cast(p_shared[i, j], "float32") * (dp[i, j] - delta_shared[stage, j]),
-                                0,
-                            )
-                        T.barrier_arrive(p_free)
-                        T.copy(dp, ds)
-                        T.wgmma_gemm(ds, q_shared[stage, :, :], dk_acc, policy=full_row)
-                        T.wait_wgmma(0)
-                        T.barrier_arrive(free[stage])
-                    for i, d in T.Parallel(WINDOW, dim):
-                        if w * WINDOW + i < tk:
-                            dk[w * WINDOW + i, g, d] += dk_acc[i, d] * scale
+                    collect(1, probs, q_shared, dk, ready, free, steps, w, g)
                 else:
-                    T.set_max_nreg(PRODUCER_REGISTERS, 0)
                     pt = tx - 2 * WARPGROUP
-                    entry = T.alloc_var("int32")
+                    token = pt % WINDOW
+                    which = pt // WINDOW
+                    word = T.alloc_var("int32")
+                    rank = T.alloc_var("int32")
+                    entry = T.alloc_local((4,), "int32")
+                    if pt < rows:
+                        for e in T.vectorized(4):
+                            entry[e] = entries[w, T.min(pt, n - 1), e]
                     for t in T.serial(steps):
                         stage = t % stages
                         if pt < rows:
-                            entry = -1
-                            if t * rows + pt < n:
-                                entry = lists[w, t * rows + pt]
-                            row_shared[t % 2, pt] = entry
+                            # Past the last row there is a row with no bits.
+                            if t * rows + pt >= n:
+                                entry[0] = -1
+                                entry[1] = 0
+                                entry[2] = 0
+                            for e in T.vectorized(4):
+                                entry_shared[t % 2, pt, e] = entry[e]
                         T.sync_threads(2, WARPGROUP)
+                        if pt < rows:
+                            for e in T.vectorized(4):
+                                entry[e] = entries[w, T.min((t + 1) * rows + pt, n - 1), e]
                         T.barrier_wait(free[stage], ((t // stages) & 1) ^ 1)
                         for p in T.unroll(passes):
                             j = p * vectors_per_pass + pt // lanes
-                            if j < vectors:
-                                listed_row = row_shared[t % 2, j // group]
-                                row = row0 + T.max(listed_row, 0)
+                            row = entry_shared[t % 2, j // wide, 0]
+                            head = g * group + T.min(j % wide, group - 1)
+                            live = row >= 0 and j % wide < group
+                            T.ptx_cp_async(
+                                T.access_ptr(do_shared[stage, j, pt % lanes * 8], "w", 8),
+                                T.access_ptr(dout[row0 + T.max(row, 0), head, pt % lanes * 8], "r", 8),
+                                8,
+                                live,
+                            )
+                            T.ptx_cp_async(
+                                T.access_ptr(q_shared[stage, j, pt % lanes * 8], "w", 8),
+                                T.access_ptr(q[row0 + T.max(row, 0), head, pt % lanes * 8], "r", 8),
+                                8,
+                                live,
+                            )
+                        for j in T.unroll(rows):
+                            word = entry_shared[t % 2, j, 1 + token // WORD]
+                            rank = entry_shared[t % 2, j, 3] + below(word, token % WORD)
+                            if token >= WORD:
+                                rank += popcount(entry_shared[t % 2, j, 1])
+                            attends = ((word >> (token % WORD)) & 1) != 0
+                            for c in T.unroll(wide // piece):
                                 T.ptx_cp_async(
-                                    T.access_ptr(q_shared[stage, j, pt % lanes * 8], "w", 8),
-                                    T.access_ptr(q[row, g * group + j % group, pt % lanes * 8], "r", 8),
-                                    8,
-                                    listed_row >= 0,
+                                    T.access_ptr(probs[which, stage, token, j * wide + c * piece], "w", piece),
+                                    T.access_ptr(
+                                        stored[
+                                            which,
+                                            T.max(entry_shared[t % 2, j, 0], 0),
+                                            g,
+                                            T.if_then_else(attends, rank, 0),
+                                            c * piece,
+                                        ],
+                                        "r",
+                                        piece,
+                                    ),
+                                    piece,
+                                    attends,
                                 )
-                                T.ptx_cp_async(
-                                    T.access_ptr(do_shared[stage, j, pt % lanes * 8], "w", 8),
-                                    T.access_ptr(dout[row, g * group + j % group, pt % lanes * 8], "r", 8),
-                                    8,
-                                    listed_row >= 0,
-                                )
-                        if pt < vectors:
-                            listed_row = row_shared[t % 2, pt // group]
-                            lse_shared[stage, pt] = 0
-                            delta_shared[stage, pt] = 0
-                            if listed_row >= 0:
-                                lse_shared[stage, pt] = lse[row0 + listed_row, g * group + pt % group] * LOG2E
-                                delta_shared[stage, pt] = delta[row0 + listed_row, g * group + pt % group]
-                        if pt < 2 * rows:
-                            listed_row = row_shared[t % 2, pt % rows]
-                            bits_shared[stage, pt // rows, pt % rows] = 0
-                            if listed_row >= 0:
-                                bits_shared[stage, pt // rows, pt % rows] = bits[2 * w + pt // rows, listed_row]
-                        T.barrier_arrive(ready[stage])
                         T.cp_async_barrier_noinc(ready[stage])
 
     return sparse_gqa_window_backward
