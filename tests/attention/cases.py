@@ -31,6 +31,7 @@ from mcore_patches.attention.qsa import (
 )
 from mcore_patches.attention.qsa.config import FIELDS
 from mcore_patches.attention.qsa.indexer import QKNorm
+from mcore_patches.attention.qsa.layout import zigzag_tokens
 from mcore_patches.attention.qsa.routes import qsa_layers
 from mcore_patches.cpu import parallel, shim
 from mcore_patches.cpu.checkpoint import load_checkpoint, save_checkpoint
@@ -521,6 +522,7 @@ def two_processes(full: bool) -> Iterator[tuple[str, Any]]:
             yield from pipelines()
             yield from routes_across_ranks()
             yield from attached_input(layouts)
+            yield from masks_across_ranks()
 
 
 def per_token(layouts: dict[str, dict[str, Any]]) -> Iterator[tuple[str, float]]:
@@ -542,6 +544,13 @@ def pipelines() -> Iterator[tuple[str, float]]:
     for recompute, fields in RECOMPUTE.items():
         got = train(deep | fields, {"pp": 2, "vp": 2}, count=4)
         yield f"PP2-VP2-{recompute}", assert_equal(expected, got)
+    for name, fields, form in (
+        ("per token", {"calculate_per_token_loss": True}, "sum_and_count"),
+        ("warmup", {"qsa_stage": "warmup", **FULL}, "mean"),
+    ):
+        expected = train(deep | fields, packed=True, count=4, form=form)
+        got = train(deep | fields, {"pp": 2, "vp": 2}, packed=True, count=4, form=form)
+        yield f"PP2-VP2, {name}", assert_equal(expected, got)
     mtp = {"mtp_num_layers": 1}
     expected = train(mtp, mtp=True)
     yield "PP2-MTP", assert_equal(expected, train(mtp, {"pp": 2}, mtp=True))
@@ -595,6 +604,26 @@ def _mirrored(ids: Tensor) -> Tensor:
     highest = ids.amax(dim=1, keepdim=True)
     mirrored = torch.where(real, highest - ids, -1)
     return mirrored.sort(dim=1, descending=True).values
+
+
+def masks_across_ranks() -> Iterator[tuple[str, float]]:
+    """Megatron hands each context-parallel rank its rows of the mask; all rows with sequence parallelism."""
+    causal = ~torch.ones(32, 32, dtype=torch.bool).tril()[None, None]
+    padded = causal | (torch.arange(32) < 2)
+    for layout in ({"cp": 2}, {"tp": 2, "sp": True}):
+        name, size = next(iter(layout.items()))
+        with parallel.model_parallel(**{name: size}) as ranks:
+            (model,) = build({}, layout)
+            batch = batches(False, 1)[0].context_parallel_shard(ranks.cp_rank, ranks.cp)
+            rows = zigzag_tokens(torch.tensor([0, 32]), 32 // ranks.cp, ranks.cp_rank, ranks.cp)
+            model(batch.tokens, batch.positions, causal[:, :, rows], labels=batch.labels).sum().backward()
+            with pytest.raises(RuntimeError, match="attention_mask is not the causal one"):
+                model(batch.tokens, batch.positions, padded[:, :, rows], labels=batch.labels)
+            if name == "cp":
+                with pytest.raises(ValueError, match=r"must be bool \(1, 1, 16, 32\) or \(2, 1, 16, 32\)"):
+                    model(batch.tokens, batch.positions, causal, labels=batch.labels)
+            DSAIndexerLossLoggingHelper.tracker.clear()
+        yield f"masks with {name} 2", 0.0
 
 
 def checkpoints() -> Iterator[tuple[str, Any]]:
