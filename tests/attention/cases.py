@@ -58,7 +58,10 @@ class Outcome:
 def build(
     fields: dict[str, Any], layout: dict[str, Any], *, mtp: bool = False, spec: Any = None
 ) -> list[torch.nn.Module]:
-    """This rank's chunks of a tiny QSA GPT with seeded weights; `layout` holds tp, cp, pp, sp and vp."""
+    """This rank's chunks of a tiny GPT with seeded weights, of QSA layers or of those of `spec`.
+
+    `layout` holds tp, cp, pp, sp and vp.
+    """
     stages = layout.get("vp", 1)
     if stages > 1:
         # Two stages that exchange both ways in one batch of messages would mix them up; overlapping sends them apart.
@@ -68,6 +71,8 @@ def build(
             "batch_p2p_comm": False,
         }
     config = qsa_config(**fields, **{name: size for name, size in layout.items() if name != "vp"})
+    if spec is not None:
+        config = without_qsa(config)
     spec = qsa_spec(config) if spec is None else spec(config)
     chunks = []
     for stage in range(stages):
@@ -82,6 +87,12 @@ def build(
     if config.qsa_stage == "warmup":
         freeze_backbone(chunks)
     return chunks
+
+
+def without_qsa(config: Any) -> Any:
+    """The same model with megatron's own attention."""
+    defaults = {field.name: field.default for field in FIELDS}
+    return dataclasses.replace(config, experimental_attention_variant=None, **defaults)
 
 
 def _tell_inference_layers_apart() -> None:
@@ -161,6 +172,7 @@ def one_process() -> Iterator[tuple[str, Any]]:
         yield from another_config()
         yield from outside_embeddings()
         yield from causal_masks()
+        yield from built_of_other_layers()
         yield from reverted()
         yield from multi_token_prediction()
         yield from spec_functions()
@@ -261,16 +273,29 @@ def another_config() -> Iterator[tuple[str, float]]:
     expected = train({}, packed=True, count=2)
     with parallel.model_parallel():
         chunks = wrap_with_ddp(build({}, {}))
-        chunks[0].config = dataclasses.replace(
-            chunks[0].config,
-            experimental_attention_variant=None,
-            **{field.name: field.default for field in FIELDS},
-        )
+        chunks[0].config = without_qsa(chunks[0].config)
         got = step(chunks, batches(True, 2))
     yield (
         "another config",
         assert_equal(dataclasses.replace(expected, tracked=[]), dataclasses.replace(got, tracked=[])),
     )
+
+
+def built_of_other_layers() -> Iterator[tuple[str, bool]]:
+    """Most of megatron's spec functions do not look at the variant, and would train a dense model without a word."""
+    for fields in ({}, {"qsa_stage": "frozen"}):
+        with parallel.model_parallel():
+            config = qsa_config(**fields)
+            spec = gqa_attention_spec(config)
+            spec.submodules = dataclasses.replace(spec.submodules, q_layernorm=QKNorm, k_layernorm=QKNorm)
+            model = build_gpt(config, block_spec(config, spec), **ROTARY)
+            with pytest.raises(
+                RuntimeError,
+                match=r"decoder\.layers\.0\.self_attention is SelfAttention and the model has no QSA layer",
+            ):
+                step([model], batches(False))
+            DSAIndexerLossLoggingHelper.tracker.clear()
+    yield "built of other layers", True
 
 
 def reverted() -> Iterator[tuple[str, bool]]:

@@ -27,6 +27,7 @@ def test_one_process(release: str) -> None:
         "after schedules, warmup, recompute full",
         "outside embeddings, block",
         "causal mask, recompute full",
+        "built of other layers",
         "reverted",
         "layer patterns",
         "guards",
