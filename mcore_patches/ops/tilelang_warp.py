@@ -39,7 +39,7 @@ def below(bits, place):
 def sum_before(mine, before, sums, tx, threads):
     """before[0] = the sum of mine[0] over all lower threads; `sums [threads / 32]` in shared memory is scratch.
 
-    Ends without a barrier: `sums` may be written again only behind one.
+    Ends with a barrier: TileLang lets buffers whose uses do not overlap in the text share memory.
     """
     lower = T.alloc_var("int32")
     before[0] = mine[0]
@@ -54,3 +54,4 @@ def sum_before(mine, before, sums, tx, threads):
     for w in T.unroll(threads // 32):
         if w < tx // 32:
             before[0] += sums[w]
+    T.sync_threads()

@@ -3,6 +3,7 @@
 The two losses of QSA (arXiv 2608.30320, Eq. 18-20) and, with ratio 1 and head weights, of DSA's token indexer.
 """
 
+import warnings
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from mcore_patches.ops.arguments import (
 from mcore_patches.ops.backend import kernel_module, resolve
 from mcore_patches.ops.indexer_kl.chunked import indexer_kl_chunked
 from mcore_patches.ops.indexer_kl.naive import indexer_kl_naive
+from mcore_patches.ops.jit import KernelBuildError
 from mcore_patches.ops.workspace import accumulation_dtype
 
 __all__ = ["indexer_kl", "resolve_backend", "supports"]
@@ -99,6 +101,7 @@ def indexer_kl(
 
     Raises:
         TypeError, ValueError: an argument's type, dtype, shape, device or, when checked, value; or the backend.
+        KernelBuildError: backend="tilelang", and a kernel does not compile; "auto" warns and takes the chunked path.
     """
     _check(
         q_idx, k_blocks, q, k, lse, block_ids, row_pos, row_start, row_block_start, scale, index_scale, ratio, weights,
@@ -127,12 +130,19 @@ def indexer_kl(
     needs_grad = tuple(
         torch.is_grad_enabled() and x is not None and x.requires_grad for x in (q_idx, k_blocks, weights)
     )
-    if chosen == "chunked":
-        loss, *grads = indexer_kl_chunked(*tensors, **settings, checked=checked, needs_grad=needs_grad)
-    else:
+    if chosen == "tilelang":
         kernels = kernel_module(_KERNELS)
         assert kernels is not None
-        loss, *grads = kernels.indexer_kl_tilelang(*tensors, **settings, checked=checked, needs_grad=needs_grad)
+        try:
+            loss, *grads = kernels.indexer_kl_tilelang(*tensors, **settings, checked=checked, needs_grad=needs_grad)
+        except KernelBuildError as error:
+            if backend == "tilelang":
+                raise
+            # From now on `supports` gives the same reason.
+            warnings.warn(f"{_OP} takes the chunked path: {error}", RuntimeWarning, stacklevel=2)
+            chosen = "chunked"
+    if chosen == "chunked":
+        loss, *grads = indexer_kl_chunked(*tensors, **settings, checked=checked, needs_grad=needs_grad)
     return _WithGradients.apply(q_idx, k_blocks, weights, loss, *grads) if any(needs_grad) else loss
 
 

@@ -1,0 +1,123 @@
+"""How the TileLang kernels of `indexer_kl` cut their work: pure functions of plain values."""
+
+from dataclasses import dataclass
+
+import torch
+
+from mcore_patches.ops.block_topk.design import ALIGNMENT, topk_capacity
+from mcore_patches.ops.device import BARRIER_BYTES, HOPPER
+
+TILE_ROWS = 8  # rows that share what they select: the narrowest step of a matrix unit's columns
+TEACHER_TOKENS = 128  # of a step of the teacher: 64 for each of two warpgroups
+UNION_THREADS = 256
+UNION_WORDS = 8192  # bits of the bitmap of blocks, in words
+STUDENT_THREADS = 256
+ROWS_PER_WORD = 32  # of the bit matrix of rows and blocks
+
+DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
+DIMS = (64, 128, 256)
+RATIOS = (1, 2, 4, 8, 16)
+MOST_INDEX_HEADS = 8  # whose queries a thread of the student holds in registers
+MOST_COLUMNS = 256  # of a matrix unit
+MOST_TOPK = 4096
+CHUNK_BYTES = 512 * 2**20  # of what is kept for a chunk of rows
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What the code of the kernels depends on, beside the architecture. heads, channels: of the indexer; capacity:
+    see `topk_capacity`."""
+
+    heads: int
+    channels: int
+    q_heads: int
+    kv_heads: int
+    dim: int
+    ratio: int
+    capacity: int
+    index_dtype: str
+    dtype: str
+    weighted: bool
+    relu: bool
+
+
+def shape_of(
+    arch: str,
+    shared_bytes: int,
+    index_dtype: torch.dtype,
+    dtype: torch.dtype,
+    *,
+    heads: int,
+    channels: int,
+    q_heads: int,
+    kv_heads: int,
+    dim: int,
+    ratio: int,
+    topk: int,
+    weighted: bool,
+    relu: bool,
+) -> Shape | str:
+    """The shape that kernels are built for, or the reason why they do not take these arguments."""
+    for name, value in (("q_idx", index_dtype), ("q", dtype)):
+        if value not in DTYPES:
+            return f"{name} must be bfloat16 or float16, got {str(value).removeprefix('torch.')}"
+    for what, number, allowed in (
+        ("channels of q_idx", channels, DIMS),
+        ("channels of q", dim, DIMS),
+        ("ratio", ratio, RATIOS),
+    ):
+        if number not in allowed:
+            return f"{what} must be one of {', '.join(map(str, allowed))}, got {number}"
+    for what, number, most in (
+        ("heads of q_idx", heads, MOST_INDEX_HEADS),
+        ("columns of block_ids", topk, MOST_TOPK),
+        ("query heads of one key head", q_heads // kv_heads, MOST_COLUMNS // TILE_ROWS),
+    ):
+        if number > most:
+            return f"{what} must be at most {most}, got {number}"
+    if arch != HOPPER:
+        return f"the kernels are written for {HOPPER}, this GPU is {arch}"
+    if teacher_slots(shared_bytes, q_heads, dim) < 2:
+        return f"{arch} lets a block have {shared_bytes} bytes of shared memory, too few for {q_heads} heads of {dim}"
+    return Shape(
+        heads=heads,
+        channels=channels,
+        q_heads=q_heads,
+        kv_heads=kv_heads,
+        dim=dim,
+        ratio=ratio,
+        capacity=topk_capacity(topk),
+        index_dtype=DTYPES[index_dtype],
+        dtype=DTYPES[dtype],
+        weighted=weighted,
+        relu=relu,
+    )
+
+
+def teacher_shared_bytes(slots: int, q_heads: int, dim: int) -> int:
+    """Shared memory of the teacher: a tile of queries, slots of one head's keys, lse, and the tokens of two steps."""
+    vectors = q_heads * TILE_ROWS + slots * TEACHER_TOKENS
+    small = 4 * (q_heads * TILE_ROWS + 2 * TEACHER_TOKENS)
+    return 2 * vectors * dim + -(-small // ALIGNMENT) * ALIGNMENT + BARRIER_BYTES
+
+
+def teacher_slots(shared_bytes: int, q_heads: int, dim: int) -> int:
+    """Tiles of one head's keys that fit shared memory beside the queries, at most 4."""
+    return max((s for s in range(5) if teacher_shared_bytes(s, q_heads, dim) <= shared_bytes), default=0)
+
+
+def student_shared_bytes(shape: Shape) -> int:
+    """Shared memory of the student: score, mass and heads of each block; each warp's share of the query's gradient."""
+    warps = STUDENT_THREADS // 32
+    return 4 * (3 * shape.capacity + warps + warps * shape.heads * shape.channels)
+
+
+def rows_at_once(rows: int, topk: int, num_blocks: int) -> int:
+    """Rows whose pairs with blocks are kept at once: whole words of bits.
+
+    Of each pair the block, its place in the union, its number, row, coefficient, heads and multiplicity; its token in
+    the list of the tile and, for each row of the tile, its mass. Of each row bits and counts for every block.
+    """
+    row_bytes = topk * 4 * (7 + 1 + TILE_ROWS) + 2 * 4 * num_blocks // ROWS_PER_WORD
+    most = min(CHUNK_BYTES // row_bytes, rows)
+    return max(1, -(-most // ROWS_PER_WORD)) * ROWS_PER_WORD

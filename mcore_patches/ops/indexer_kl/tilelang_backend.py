@@ -1,0 +1,158 @@
+"""`indexer_kl` on TileLang: which arguments the kernels take and why not others, and the calls for chunks of rows."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mcore_patches.ops.arguments import verify_not_nan
+from mcore_patches.ops.block_topk.tilelang_backend import device_of, readable
+from mcore_patches.ops.device import Device
+from mcore_patches.ops.indexer_kl.chunked import LossAndGradients
+from mcore_patches.ops.indexer_kl.design import UNION_WORDS, Shape, shape_of
+from mcore_patches.ops.indexer_kl.tilelang_kernels import failure
+from mcore_patches.ops.indexer_kl.tilelang_selected import Rows, over_selected_blocks
+from mcore_patches.ops.packing import complete_blocks
+
+LARGEST_INDEX = 2**31 - 1
+
+
+def supports(
+    q_idx: Tensor,
+    k_blocks: Tensor,
+    q: Tensor,
+    k: Tensor,
+    lse: Tensor | None,
+    block_ids: Tensor | None,
+    row_pos: Tensor,
+    row_start: Tensor,
+    row_block_start: Tensor,
+    *,
+    ratio: int,
+    weights: Tensor | None = None,
+    relu: bool = True,
+    tp_group: dist.ProcessGroup | None = None,
+    **_: Any,
+) -> tuple[bool, str]:
+    """Whether the kernels run these (valid) arguments of `indexer_kl`, and why not. No value is read."""
+    if not q.is_cuda:
+        return False, f"q is on {q.device}, the kernels need a CUDA device"
+    if importlib.util.find_spec("tilelang") is None:
+        return False, "tilelang is not installed"
+    if block_ids is None:
+        return False, "block_ids is None: there are no kernels for all visible blocks"
+    if lse is None:
+        return False, "lse is None: the kernels do not compute the attention's"
+    if tp_group is not None:
+        return False, "tp_group is given: the kernels sum the heads of one rank"
+    if min(len(q), len(k), len(k_blocks)) == 0:
+        sizes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, k_blocks {tuple(k_blocks.shape)}"
+        return False, f"there is nothing to compare: {sizes}"
+    if len(k_blocks) > 32 * UNION_WORDS:
+        return False, f"k_blocks may hold {32 * UNION_WORDS} blocks, got {len(k_blocks)}"
+    if max(len(q), len(k)) > LARGEST_INDEX:
+        return False, f"tokens are numbered by int32, got q {tuple(q.shape)} and k {tuple(k.shape)}"
+    device = device_of(q.device)
+    shape = _shape(device, q_idx, q, k, block_ids, ratio, weights, relu)
+    if isinstance(shape, str):
+        return False, shape
+    fault = failure(device, shape)
+    return not fault, fault or "the kernels take these arguments"
+
+
+@torch.compiler.disable
+@torch.no_grad()
+def indexer_kl_tilelang(
+    q_idx: Tensor,
+    k_blocks: Tensor,
+    q: Tensor,
+    k: Tensor,
+    lse: Tensor,
+    block_ids: Tensor,
+    row_pos: Tensor,
+    row_start: Tensor,
+    row_block_start: Tensor,
+    *,
+    scale: float,
+    index_scale: float,
+    ratio: int,
+    weights: Tensor | None,
+    relu: bool,
+    valid: Tensor | None,
+    reduction: str,
+    tp_group: None = None,
+    checked: bool = False,
+    needs_grad: tuple[bool, bool, bool] = (True, True, True),
+    row_chunk: int | None = None,
+) -> LossAndGradients:
+    """Arguments as in `indexer_kl`, for those that `supports` takes; `row_chunk` replaces the rows taken at once.
+
+    The gradient of a bfloat16 q_idx comes in bfloat16, the others in fp32.
+
+    Raises:
+        KernelBuildError: a kernel does not compile; `supports` declines from then on.
+    """
+    del tp_group
+    device = device_of(q.device)
+    shape = _shape(device, q_idx, q, k, block_ids, ratio, weights, relu)
+    assert isinstance(shape, Shape)
+    counted = row_pos >= 0 if valid is None else (row_pos >= 0) & valid
+    number = counted.sum().clamp_(min=1) if reduction == "mean" else None
+    rows = Rows(
+        q_idx=readable(q_idx),
+        weights=None if weights is None else weights.detach().contiguous(),
+        q=readable(q),
+        lse=lse.contiguous(),
+        block_ids=block_ids.contiguous(),
+        start=row_start.contiguous(),
+        first=row_block_start.contiguous(),
+        # A row that does not count selects nothing.
+        count=complete_blocks(row_pos, ratio) * counted,
+        weight=counted.float() if number is None else counted / number,
+    )
+    sums = over_selected_blocks(
+        device,
+        shape,
+        rows,
+        readable(k_blocks),
+        readable(k),
+        scale=scale,
+        index_scale=index_scale,
+        row_chunk=row_chunk,
+    )
+    if checked:
+        verify_not_nan("indexer_kl", sums.kl.isnan(), "scores of visible blocks, attention scores and lse")
+    loss = sums.kl.sum(dtype=torch.float64)
+    grads = (grad if need else None for grad, need in zip((sums.q_idx, sums.k_blocks, sums.weights), needs_grad))
+    return LossAndGradients((loss if number is None else loss / number).float(), *grads)
+
+
+def _shape(
+    device: Device,
+    q_idx: Tensor,
+    q: Tensor,
+    k: Tensor,
+    block_ids: Tensor,
+    ratio: int,
+    weights: Tensor | None,
+    relu: bool,
+) -> Shape | str:
+    return shape_of(
+        device.arch,
+        device.shared_bytes,
+        q_idx.dtype,
+        q.dtype,
+        heads=q_idx.shape[1],
+        channels=q_idx.shape[2],
+        q_heads=q.shape[1],
+        kv_heads=k.shape[1],
+        dim=q.shape[2],
+        ratio=ratio,
+        topk=block_ids.shape[1],
+        weighted=weights is not None,
+        relu=relu,
+    )

@@ -1,0 +1,164 @@
+"""The KL over selected blocks (Stage 2) by chunks of rows: what its kernels hand each other.
+
+union                lists the blocks of every tile of rows
+teacher              the attention's mass on them, for all rows of the tile
+mark, rank, locate   number the pairs of rows and blocks by block, then by row
+student              a row's KL, its query's gradient, and what each of its pairs adds to its block's
+blocks               adds that up, pair after pair
+
+Every sum has one order, so repeated calls give the same bits.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mcore_patches.ops.device import Device
+from mcore_patches.ops.indexer_kl.design import ROWS_PER_WORD, TEACHER_TOKENS, TILE_ROWS, Shape, rows_at_once
+from mcore_patches.ops.indexer_kl.tilelang_kernels import kernels
+from mcore_patches.ops.workspace import chunks
+
+new_empty = torch.empty  # a name of its own, for tests that put guards around buffers
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Contiguous tensors [Tq, ...]: arguments of `indexer_kl` and what follows from them.
+
+    first: number of the document's first block; count: blocks that the row sees, 0 for one that does not count; weight:
+    fp32, what the row counts in gradients.
+    """
+
+    q_idx: Tensor
+    weights: Tensor | None
+    q: Tensor
+    lse: Tensor
+    block_ids: Tensor
+    start: Tensor
+    first: Tensor
+    count: Tensor
+    weight: Tensor
+
+    def __getitem__(self, rows: slice) -> Rows:
+        values: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
+        sliced: dict[str, Any] = {name: None if value is None else value[rows] for name, value in values.items()}
+        return Rows(**sliced)
+
+
+@dataclass(frozen=True)
+class Sums:
+    """KL [Tq] fp32 of each row, and the gradients of q_idx, k_blocks and weights."""
+
+    kl: Tensor
+    q_idx: Tensor
+    k_blocks: Tensor
+    weights: Tensor | None
+
+
+def over_selected_blocks(
+    device: Device,
+    shape: Shape,
+    rows: Rows,
+    k_blocks: Tensor,
+    k: Tensor,
+    *,
+    scale: float,
+    index_scale: float,
+    row_chunk: int | None = None,
+) -> Sums:
+    """KL of each row and all gradients; `row_chunk` rows at once, a multiple of 32, or as many as memory allows."""
+    (num_rows, topk), num_blocks = rows.block_ids.shape, len(k_blocks)
+    run = kernels(device, shape)
+    new = functools.partial(new_empty, device=k.device)
+    # bfloat16 has fp32's range; in fp16 the gradients of a mean over a long sequence would vanish.
+    dq_dtype = torch.bfloat16 if rows.q_idx.dtype == torch.bfloat16 else torch.float32
+    sums = Sums(
+        new(num_rows, dtype=torch.float32),
+        new(*rows.q_idx.shape, dtype=dq_dtype),
+        torch.zeros(k_blocks.shape, dtype=torch.float32, device=k.device),
+        None if rows.weights is None else torch.empty_like(rows.weights),
+    )
+    at_once = rows_at_once(num_rows, topk, num_blocks) if row_chunk is None else row_chunk
+    teacher = _Teacher(run, shape, at_once, topk, new)
+    pairs = _Pairs(run, at_once, topk, num_blocks, new)
+    # A kernel that leaves an argument alone wants one with an address all the same.
+    no_weights = new(1, shape.heads, dtype=torch.float32)
+    for chunk in chunks(num_rows, at_once):
+        here = rows[chunk]
+        weights = no_weights if here.weights is None else here.weights
+        places, blocks, mass = teacher(here, k, scale)
+        numbers = pairs.number(blocks)
+        run["student"](
+            here.q_idx,
+            k_blocks,
+            weights,
+            here.weight,
+            blocks,
+            places,
+            mass,
+            numbers,
+            sums.kl[chunk],
+            sums.q_idx[chunk],
+            no_weights if sums.weights is None else sums.weights[chunk],
+            *pairs.contributions,
+            index_scale,
+        )
+        run["blocks"](here.q_idx, weights, pairs.of_block, pairs.ends, *pairs.contributions, sums.k_blocks)
+    return sums
+
+
+class _Teacher:
+    """The attention's mass on what a chunk of rows selects."""
+
+    def __init__(self, run: Mapping[str, Any], shape: Shape, rows: int, topk: int, new: Callable[..., Tensor]) -> None:
+        self._run = run
+        tiles, step = rows // TILE_ROWS, TEACHER_TOKENS // shape.ratio
+        self._listed = new(tiles, dtype=torch.int32)
+        self._tokens = new(tiles, TILE_ROWS * topk, dtype=torch.int32)
+        self._mass = new(tiles, -(-TILE_ROWS * topk // step) * step, TILE_ROWS, dtype=torch.float32)
+        self._places, self._blocks = (new(rows, topk, dtype=torch.int32) for _ in range(2))
+
+    def __call__(self, rows: Rows, k: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+        """Place [R, K] of each id's block in the union of its tile, its number [R, K], and mass by tile and place."""
+        number = len(rows.q)
+        tiles = slice(0, -(-number // TILE_ROWS))
+        listed, tokens, mass = self._listed[tiles], self._tokens[tiles], self._mass[tiles]
+        places, blocks = self._places[:number], self._blocks[:number]
+        self._run["union"](rows.block_ids, rows.first, rows.count, rows.start, listed, tokens, places, blocks)
+        self._run["teacher"](rows.q, k, rows.lse, listed, tokens, mass, scale)
+        return places, blocks, mass
+
+
+class _Pairs:
+    """The pairs of a chunk's rows with the blocks that they select, in the order of blocks, then of rows.
+
+    of_block, ends: how many pairs a block has, and how many it and all before it. contributions: of each pair the row,
+    a coefficient and heads, as `tilelang_blocks` reads them.
+    """
+
+    def __init__(
+        self, run: Mapping[str, Any], rows: int, topk: int, num_blocks: int, new: Callable[..., Tensor]
+    ) -> None:
+        self._run = run
+        ints = functools.partial(new, dtype=torch.int32)
+        words = rows // ROWS_PER_WORD
+        self._bits, self._before, self._times = ints(words, num_blocks), ints(words, num_blocks), ints(rows * topk)
+        self._numbers = ints(rows, topk)
+        self.of_block = self.ends = ints(num_blocks)
+        self.contributions = ints(rows * topk), new(rows * topk, dtype=torch.float32), ints(rows * topk)
+
+    def number(self, blocks: Tensor) -> Tensor:
+        """The number of each pair of blocks [R, K], -1 where there is none."""
+        words = slice(0, -(-len(blocks) // ROWS_PER_WORD))
+        bits, before, numbers = self._bits[words].zero_(), self._before[words], self._numbers[: len(blocks)]
+        self._run["mark"](blocks, bits)
+        self._run["rank"](bits, before, self.of_block)
+        self.ends = self.of_block.cumsum(0, dtype=torch.int32)
+        self._run["locate"](blocks, bits, before, self.of_block, self.ends, numbers, self._times.zero_())
+        return numbers
