@@ -11,8 +11,11 @@ workers=()
 if "$python" -c 'import xdist' 2>/dev/null && [[ " $* " != *" -n"* ]]; then
     cores=$(nproc); workers=(-n $((cores < 12 ? cores : 12)) --dist loadgroup)
 fi
+# Files named as arguments are run instead of all.
+where=(gpu_ci)
+for argument in "$@"; do [ -e "${argument%%::*}" ] && where=(); done
 set +e
-"$python" -m pytest gpu_ci -m h100 -p no:cacheprovider "${workers[@]}" "$@" 2>&1 | tee "$log"
+"$python" -m pytest "${where[@]}" -m h100 -p no:cacheprovider "${workers[@]}" "$@" 2>&1 | tee "$log"
 code=${PIPESTATUS[0]}
 set -e
 if "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' && ! grep -qE '[0-9]+ passed' "$log"; then
