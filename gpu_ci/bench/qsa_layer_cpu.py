@@ -3,8 +3,8 @@
     python -m gpu_ci.bench.qsa_layer_cpu [--tokens 16384] [--stage sparse] [--dtype bf16] [--save]
 
 24 query and 2 KV heads of 256, hidden 2560, 4 index heads of 128, blocks of 4, budget 2048; one packed document. Memory
-is what is resident of the whole process, torch and weights included: before the layer runs and at its peak. Takes 3
-minutes in bf16 and 6 in fp32 on 2 cores.
+is what is resident of the whole process, torch and weights included: before the layer runs and at its peak. Took 7
+minutes in fp32 with one thread.
 """
 
 from __future__ import annotations
