@@ -119,7 +119,8 @@ class _Teacher:
     def __init__(self, run: Mapping[str, Any], shape: Shape, rows: int, topk: int, new: Callable[..., Tensor]) -> None:
         self._run = run
         tiles, step = rows // TILE_ROWS, TEACHER_TOKENS // shape.ratio
-        self._listed = new(tiles, dtype=torch.int32)
+        self._count = new(tiles, dtype=torch.int32)
+        self._begin = torch.arange(tiles, dtype=torch.int32, device=self._count.device) * (TILE_ROWS * topk)
         self._tokens = new(tiles, TILE_ROWS * topk, dtype=torch.int32)
         self._mass = new(tiles, -(-TILE_ROWS * topk // step) * step, TILE_ROWS, dtype=torch.float32)
         self._places, self._blocks = (new(rows, topk, dtype=torch.int32) for _ in range(2))
@@ -128,10 +129,10 @@ class _Teacher:
         """Place [R, K] of each id's block in the union of its tile, its number [R, K], and mass by tile and place."""
         number = len(rows.q)
         tiles = slice(0, -(-number // TILE_ROWS))
-        listed, tokens, mass = self._listed[tiles], self._tokens[tiles], self._mass[tiles]
+        count, tokens, mass = self._count[tiles], self._tokens[tiles], self._mass[tiles]
         places, blocks = self._places[:number], self._blocks[:number]
-        self._run["union"](rows.block_ids, rows.first, rows.count, rows.start, listed, tokens, places, blocks)
-        self._run["teacher"](rows.q, k, rows.lse, listed, tokens, mass, scale)
+        self._run["union"](rows.block_ids, rows.first, rows.count, rows.start, count, tokens, places, blocks)
+        self._run["teacher"](rows.q, k, rows.lse, self._begin[tiles], count, tokens.view(-1), mass, scale)
         return places, blocks, mass
 
 

@@ -25,11 +25,11 @@ PASS_CONFIGS = tilelang_warp.PASS_CONFIGS | {"tl.enable_fast_math": True}
 
 
 def teacher_kernel(*, heads: int, kv_heads: int, dim: int, ratio: int, slots: int, dtype: str, wgmma: bool = True):
-    """Build the kernel ``(q, k, lse, count, tokens, mass, scale)``.
+    """Build the kernel ``(q, k, lse, begin, count, tokens, mass, scale)``.
 
-    ``q [Tq, heads, dim]``, ``k [Tk, kv_heads, dim]``, ``lse [Tq, heads]`` fp32 natural logarithms, ``count [tiles]``
-    and ``tokens [tiles, capacity]`` as `tilelang_union` writes them. Writes ``mass [tiles, padded, TILE_ROWS]`` fp32:
-    that of every block of the list for every row of the tile; ``padded`` is a multiple of ``TOKENS / ratio``.
+    ``q [Tq, heads, dim]``, ``k [Tk, kv_heads, dim]``, ``lse [Tq, heads]`` fp32 natural logarithms. A tile of rows takes
+    the ``count[tile]`` blocks whose first tokens are ``tokens[begin[tile]]`` onwards. Writes ``mass [tiles, padded,
+    TILE_ROWS]`` fp32, that of each of them for every row of the tile; ``padded`` is a multiple of ``TOKENS / ratio``.
 
     slots: tiles of one head's keys held in shared memory.
     """
@@ -38,7 +38,7 @@ def teacher_kernel(*, heads: int, kv_heads: int, dim: int, ratio: int, slots: in
     entries = TOKENS // ratio
     lanes = dim // 8  # 16-byte pieces of a vector
     vectors = WARPGROUP // lanes  # that the producer loads at a time
-    tq, tk, tiles, capacity, padded = (T.dynamic(n) for n in ("tq", "tk", "tiles", "capacity", "padded"))
+    tq, tk, tiles, listed, padded = (T.dynamic(n) for n in ("tq", "tk", "tiles", "listed", "padded"))
     full_row = T.GemmWarpPolicy.FullRow
 
     @T.macro
@@ -54,12 +54,13 @@ def teacher_kernel(*, heads: int, kv_heads: int, dim: int, ratio: int, slots: in
         q: T.Tensor((tq, heads, dim), dtype),
         k: T.Tensor((tk, kv_heads, dim), dtype),
         lse: T.Tensor((tq, heads), "float32"),
+        begin: T.Tensor((tiles,), "int32"),
         count: T.Tensor((tiles,), "int32"),
-        tokens: T.Tensor((tiles, capacity), "int32"),
+        tokens: T.Tensor((listed,), "int32"),
         mass: T.Tensor((tiles, padded, TILE_ROWS), "float32"),
         scale: T.float32,
     ):
-        with T.Kernel(tiles, threads=CONSUMERS + WARPGROUP) as tile:
+        with T.Kernel(tiles, threads=CONSUMERS + WARPGROUP) as from_last:
             q_shared = T.alloc_shared((kv_heads, columns, dim), dtype)
             k_shared = T.alloc_shared((slots, TOKENS, dim), dtype)
             lse_shared = T.alloc_shared((kv_heads, columns), "float32")
@@ -75,7 +76,10 @@ def teacher_kernel(*, heads: int, kv_heads: int, dim: int, ratio: int, slots: in
             best = T.alloc_fragment((entries, TILE_ROWS), "int32")
 
             tx = T.get_thread_binding()
+            # The longest rows of a document come last: their tiles start first.
+            tile = tiles - 1 - from_last
             n = count[tile]
+            first = begin[tile]
             steps = T.ceildiv(n, entries)
             row0 = T.alloc_var("int32", init=tile * TILE_ROWS)
 
@@ -135,7 +139,7 @@ def teacher_kernel(*, heads: int, kv_heads: int, dim: int, ratio: int, slots: in
                 for s in T.serial(steps):
                     place = s * entries + lane // ratio
                     token_shared[s % 2, lane] = T.if_then_else(
-                        place < n, tokens[tile, T.min(place, n - 1)] + lane % ratio, -1
+                        place < n, tokens[first + T.min(place, n - 1)] + lane % ratio, -1
                     )
                     T.sync_threads(2, WARPGROUP)
                     for g in T.unroll(kv_heads):
