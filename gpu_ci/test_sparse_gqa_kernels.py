@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from mcore_patches.ops.device import Device, describe
 from mcore_patches.ops.jit import CACHE
 from mcore_patches.ops.sparse_gqa import sparse_gqa, supports, tilelang_backend, tilelang_backward, tilelang_forward
 from mcore_patches.ops.sparse_gqa.naive import sparse_gqa_naive
@@ -216,6 +217,20 @@ def test_equals_the_oracle(case: Case) -> None:
     check(reference, inputs.run())
     check(reference, inputs.launch(limit=0))
     check(reference, inputs.launch(limit=2 * (case.topk + 1)))
+
+
+@pytest.mark.parametrize("kib", [99, 163])
+@pytest.mark.parametrize("case", [c.param() for c in (Case(), Case(8, 8, 64, 1, 1024), Case(3, 1, 128, 16, 512))])
+def test_plain_kernels_equal_the_oracle(case: Case, kib: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels of other GPUs, with as much shared memory as those have."""
+    multiprocessors = describe(torch.device("cuda", torch.cuda.current_device())).multiprocessors
+    monkeypatch.setattr(tilelang_backend, "_device", lambda _: Device("sm_90a", kib * 1024, multiprocessors))
+    inputs = Inputs.random(case)
+    kernels = tilelang_backend._kernels(inputs.q, inputs.k, inputs.rows.block_ids, case.block_size)
+    assert kernels.design.plain is not None
+    first = inputs.run()
+    check(inputs.reference(), first)
+    assert_same_bits(first, inputs.run())
 
 
 @pytest.mark.parametrize("kind", ["random", "correlated"])

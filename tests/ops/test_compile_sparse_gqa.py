@@ -19,7 +19,7 @@ pytestmark = [
     pytest.mark.xdist_group("compile_sparse_gqa"),
 ]
 
-SHARED_BYTES = {"sm_90a": 227 * 1024}
+SHARED_BYTES = {"sm_89": 99 * 1024, "sm_90a": 227 * 1024, "sm_100a": 227 * 1024}
 # Bytes of spill loads and stores of a thread, together.
 SPILLED_AT_MOST = 32
 
@@ -55,6 +55,9 @@ CASES = [
     Case("backward_union", heads=16, kv_heads=1, block_size=16),
     Case("backward_window", heads=2, kv_heads=2),
     Case("plan", block_size=1, topk=4096),
+    *(Case(name, arch="sm_100a") for name in ("row_forward", "backward_row", "backward_window", "backward_order")),
+    Case("row_forward", arch="sm_89"),
+    Case("backward_window", heads=3, kv_heads=1, dim=128, arch="sm_89"),
 ]
 
 
@@ -84,6 +87,8 @@ def test_kernel_fits(case: Case, reports: dict[Case, Future[Report]]) -> None:
         kernels = case.kernels
         tiles = kernels.design.forward if case.name == "plan" else kernels.design.backward.union
         assert report.shared_bytes <= tiles.plan_shared_bytes(case.topk, case.block_size)
+    if (plain := case.kernels.design.plain) is not None:
+        assert report.shared_bytes <= plain.shared_bytes(case.dim)
     if report.split:
         # With setmaxnreg the register count is that at entry: a group that asks for more than the others left waits
         # for ever.

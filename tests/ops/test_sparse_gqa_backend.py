@@ -117,11 +117,18 @@ def test_cpu_tensors_are_declined() -> None:
 
 
 @pytest.mark.usefixtures("on_cpu")
-def test_other_gpus_are_declined(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_without_bf16_matrix_units_are_declined(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tilelang_backend, "_device", lambda _: Device("sm_75", 64 * 1024, 40))
+    assert supports(**arguments([13]), **SETTINGS) == (False, "sm_75 has no bfloat16 matrix units")
+
+
+def test_other_gpus_take_the_plain_kernels(on_cpu: KernelCache, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tilelang_backend, "_device", lambda _: Device("sm_120a", 99 * 1024, 188))
-    supported, reason = supports(**arguments([13]), **SETTINGS)
-    assert not supported
-    assert "written for sm_90a" in reason and "sm_120a with 101376" in reason
+    call = arguments([13, 50])
+    call["v"].requires_grad_()
+    sparse_gqa(**call, **SETTINGS, backend="tilelang")[0].sum().backward()
+    backward = {"backward_row", "backward_window", "backward_delta", "backward_order", "backward_list"}
+    assert {key[6] for key in on_cpu.log.seconds} == {"row_forward"} | backward
 
 
 @pytest.mark.usefixtures("on_cpu")

@@ -10,7 +10,9 @@ from mcore_patches.ops.sparse_gqa.design import (
     GROUPS,
     LISTED_BYTES,
     MASK_BITS,
+    PLAIN_TILES,
     Design,
+    PlainTiles,
     RowShape,
     even_group,
     sparse_gqa_design,
@@ -72,15 +74,8 @@ def test_lists_hold_the_largest_union_that_is_shared(block_size: int, budget: in
         ({"group": 5}, "query heads a KV head must be one of 1, 2, 3, 4, 6, 8, 12, 16, got 5"),
         ({"block_size": 32}, "block_size must be one of 1, 2, 4, 8, 16, got 32"),
         ({"block_size": 1, "topk": 16384}, "lists of 16384 blocks a row need .* bytes of shared memory"),
-        ({"arch": "sm_80", "shared_bytes": 163 * KIB}, "written for sm_90a .*, this is sm_80 with 166912"),
-        ({"arch": "sm_89", "shared_bytes": 99 * KIB}, "written for sm_90a .*, this is sm_89 with 101376"),
-        (
-            {"arch": "sm_90a", "shared_bytes": 163 * KIB},
-            "written for sm_90a with 232448 .*, this is sm_90a with 166912",
-        ),
-        ({"arch": "sm_100a"}, "written for sm_90a .*, this is sm_100a"),
-        ({"arch": "sm_103a"}, "written for sm_90a .*, this is sm_103a"),
-        ({"arch": "sm_120a", "shared_bytes": 99 * KIB}, "written for sm_90a .*, this is sm_120a"),
+        ({"arch": "sm_75", "shared_bytes": 64 * KIB}, "sm_75 has no bfloat16 matrix units"),
+        ({"arch": "sm_80", "shared_bytes": 48 * KIB}, "sm_80 lets .* 49152 bytes of shared memory, too few for .* 256"),
     ],
 )
 def test_reason_names_what_does_not_fit(change: dict[str, Any], reason: str) -> None:
@@ -88,6 +83,46 @@ def test_reason_names_what_does_not_fit(change: dict[str, Any], reason: str) -> 
     assert isinstance(result, str)
     with pytest.raises(ValueError, match=reason):
         raise ValueError(result)
+
+
+@pytest.mark.parametrize(
+    ("arch", "kib", "tiles"),
+    [
+        ("sm_80", 163, PLAIN_TILES[0]),
+        ("sm_86", 99, PLAIN_TILES[1]),
+        ("sm_89", 99, PLAIN_TILES[1]),
+        ("sm_90a", 227, None),
+        ("sm_90a", 163, PLAIN_TILES[0]),
+        ("sm_100a", 227, PLAIN_TILES[0]),
+        ("sm_103a", 227, PLAIN_TILES[0]),
+        ("sm_120a", 99, PLAIN_TILES[1]),
+    ],
+)
+def test_hopper_has_kernels_of_its_own_and_others_plain_ones_that_fit(
+    arch: str, kib: int, tiles: PlainTiles | None
+) -> None:
+    plain = design(arch=arch, shared_bytes=kib * KIB).plain
+    assert plain == tiles
+    if plain is not None:
+        assert plain.shared_bytes(256) <= kib * KIB
+        assert 2 * plain.shared_bytes(64) <= plain.shared_bytes(256)
+
+
+@pytest.mark.parametrize("block_size", BLOCK_SIZES)
+def test_plain_tiles_suit_the_matrix_unit(block_size: int) -> None:
+    for tiles in PLAIN_TILES:
+        warps = tiles.threads // 32
+        # Warps lie side by side along the keys, 8 each at least; a step is whole blocks.
+        assert min(tiles.forward_keys, tiles.row_keys) >= 8 * warps
+        assert tiles.forward_keys % block_size == tiles.row_keys % block_size == 0
+        # Ranks are stored in whole steps.
+        assert 64 % tiles.row_keys == 0
+
+
+def test_plain_shared_bytes_by_hand() -> None:
+    """Two steps of 64 keys and values of the forward take most; with few keys, K, V, Q and dO of the backward."""
+    assert PLAIN_TILES[0].shared_bytes(256) == 2 * (16 * 256 + 16 * 64 + 4 * 64 * 256) + 2048
+    assert PLAIN_TILES[1].shared_bytes(256) == 2 * (2 * 16 * 256 + 16 * 64 + 2 * 64 * 256) + 2048
 
 
 def test_tiles_are_values() -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from mcore_patches.ops.device import HOPPER, HOPPER_SHARED_BYTES
+from mcore_patches.ops.device import FIRST_ARCH_WITH_BF16_MATRIX_UNITS, HOPPER, HOPPER_SHARED_BYTES
 
 DIMS = (64, 128, 256)
 # Rows of a step times heads must be a multiple of 16, the least reduction of a matrix product, in the backward.
@@ -18,6 +18,8 @@ PLAN_THREADS = 256
 WINDOW = 64  # tokens of a window of keys: two words of bits
 LISTED_BYTES = 28  # of a row in a window: two words of bits, its rank, and all of these once more in its entry
 WINDOW_VECTORS = 48  # rows times heads of a step of the window kernel: three steps fit shared memory
+PLAIN_HEADS = 16  # matrix rows of the plain kernels: the query heads of a KV head, and zeros
+PLAIN_REST_BYTES = 2048  # who sees a key, sums across warps, the alignment of the first tile
 
 
 @dataclass(frozen=True)
@@ -105,11 +107,34 @@ class RowShape:
 
 
 @dataclass(frozen=True)
+class PlainTiles:
+    """How the kernels for any GPU cut a shape: keys of a step of the forward, steps that the window kernel holds."""
+
+    forward_keys: int
+    window_stages: int
+    row_keys: int = 64
+    threads: int = 128
+    window_threads: int = 256  # sums of dK and dV, 64 tokens by 256 channels, take 128 registers a thread
+
+    def shared_bytes(self, dim: int) -> int:
+        """Shared memory of the kernel that takes most: forward, rows and windows of the backward."""
+        forward = PLAIN_HEADS * (dim + self.forward_keys) + 4 * self.forward_keys * dim
+        row = PLAIN_HEADS * (2 * dim + self.row_keys) + 2 * self.row_keys * dim
+        window = self.window_stages * 2 * WINDOW_VECTORS * (dim + WINDOW)
+        return 2 * max(forward, row, window) + PLAIN_REST_BYTES
+
+
+# More shared memory first.
+PLAIN_TILES = (PlainTiles(64, 2), PlainTiles(32, 1))
+
+
+@dataclass(frozen=True)
 class Design:
-    """The tiles of both directions."""
+    """The tiles of both directions, and of the kernels for GPUs other than Hopper: then no tile of rows shares."""
 
     forward: Tiles
     backward: BackwardTiles
+    plain: PlainTiles | None = None
 
 
 def sparse_gqa_design(
@@ -124,14 +149,18 @@ def sparse_gqa_design(
         return f"query heads a KV head must be one of {_spell(GROUPS)}, got {group}"
     if block_size not in BLOCK_SIZES:
         return f"block_size must be one of {_spell(BLOCK_SIZES)}, got {block_size}"
-    if arch != HOPPER or shared_bytes < HOPPER_SHARED_BYTES:
-        needs = f"{HOPPER} with {HOPPER_SHARED_BYTES} bytes of shared memory a block"
-        return f"the kernels are written for {needs}, this is {arch} with {shared_bytes}"
-    design = Design(_forward_tiles(group), _backward_tiles(group))
-    needed = max(t.plan_shared_bytes(topk, block_size) for t in (design.forward, design.backward.union))
-    if needed > shared_bytes:
-        return f"lists of {topk} blocks a row need {needed} bytes of shared memory, a block may have {shared_bytes}"
-    return design
+    if int("".join(c for c in arch if c.isdigit())) < FIRST_ARCH_WITH_BF16_MATRIX_UNITS:
+        return f"{arch} has no bfloat16 matrix units"
+    forward, backward = _forward_tiles(group), _backward_tiles(group)
+    if arch == HOPPER and shared_bytes >= HOPPER_SHARED_BYTES:
+        needed = max(t.plan_shared_bytes(topk, block_size) for t in (forward, backward.union))
+        if needed > shared_bytes:
+            return f"lists of {topk} blocks a row need {needed} bytes of shared memory, a block may have {shared_bytes}"
+        return Design(forward, backward)
+    fitting = [tiles for tiles in PLAIN_TILES if tiles.shared_bytes(dim) <= shared_bytes]
+    if not fitting:
+        return f"{arch} lets a block have {shared_bytes} bytes of shared memory, too few for head width {dim}"
+    return Design(forward, backward, fitting[0])
 
 
 def _spell(values: tuple[int, ...]) -> str:

@@ -1,7 +1,7 @@
 """Launches of the backward of sparse GQA on TileLang. No host synchronisation.
 
-Tiles of rows that share blocks go to the union kernel, as in the forward but with tiles of its own. It leaves partial
-sums of dK and dV in a scratch buffer, chunk by chunk of tiles, and a reduction adds them up.
+On Hopper tiles of rows that share blocks go to the union kernel, as in the forward but with tiles of its own. It leaves
+partial sums of dK and dV in a scratch buffer, chunk by chunk of tiles, and a reduction adds them up.
 
 The other rows are taken chunk by chunk. A row kernel gives dQ and stores P and dS; dK and dV come from windows of keys,
 which gather Q and dO of the rows that attend them and multiply by what was stored.
@@ -50,15 +50,20 @@ def backward(
 
     `limit` as in `make_plan`.
     """
-    tiles, dim = kernels.design.backward, q.shape[2]
-    plan = make_plan(kernels, "backward_plan", rows, tiles.union, limit)
+    dim = q.shape[2]
     delta = torch.empty_like(lse)
     kernels["backward_delta"](out.view(-1, dim), dout.view(-1, dim), delta.view(-1))
     inputs = Inputs(q, k, v, dout, lse, delta)
     dq = torch.empty_like(q)
     dk, dv = (torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (k, v))
-    _add_shared(kernels, inputs, rows, plan, scale, dq, dk, dv)
-    _add_single(kernels, inputs, rows, plan, scale, dq, dk, dv)
+    union = kernels.design.backward.union
+    if kernels.design.plain is None:
+        plan = make_plan(kernels, "backward_plan", rows, union, limit)
+        _add_shared(kernels, inputs, rows, plan, scale, dq, dk, dv)
+        count = plan.count
+    else:
+        count = torch.full((-(-len(q) // union.rows),), -1, dtype=torch.int32, device=q.device)
+    _add_single(kernels, inputs, rows, count, scale, dq, dk, dv)
     return dq, dk.mul_(scale).to(k.dtype), dv.to(v.dtype)
 
 
@@ -79,9 +84,9 @@ def _add_shared(
 
 
 def _add_single(
-    kernels: Kernels, inputs: Inputs, rows: Rows, plan: Plan, scale: float, dq: Tensor, dk: Tensor, dv: Tensor
+    kernels: Kernels, inputs: Inputs, rows: Rows, count: Tensor, scale: float, dq: Tensor, dk: Tensor, dv: Tensor
 ) -> None:
-    """dq of the rows of all other tiles, and what they add to dk (without the scale) and dv."""
+    """dq of the rows of tiles with a `count` below 0, and what they add to dk (without the scale) and dv."""
     tiles, shape, topk = kernels.design.backward, kernels.shape.row, rows.block_ids.shape[1]
     windows = -(-len(inputs.k) // WINDOW)
     size = tiles.chunk_rows(shape, len(inputs.q), len(inputs.k), topk, kernels.shape.multiprocessors)
@@ -98,11 +103,11 @@ def _add_single(
     )
     stored_size = 2, size, shape.kv_heads, shape.ranks(topk), even_group(shape.group)
     stored = torch.empty(stored_size, dtype=dq.dtype, device=dq.device)
-    single = torch.nn.functional.pad(plan.count < 0, (0, -len(plan.count) % (size // tiles.union.rows)))
+    single = torch.nn.functional.pad(count < 0, (0, -len(count) % (size // tiles.union.rows)))
     singles = single.view(-1, size // tiles.union.rows).sum(1, dtype=torch.int32)
-    sources = inputs.q, inputs.k, inputs.v, inputs.dout, ordered, selected, rows.pos, rows.start, plan.count
+    sources = inputs.q, inputs.k, inputs.v, inputs.dout, ordered, selected, rows.pos, rows.start, count
     for chunk, row0 in enumerate(range(0, len(inputs.q), size)):
-        selection = rows.block_ids, rows.pos, rows.start, plan.count
+        selection = rows.block_ids, rows.pos, rows.start, count
         kernels["backward_order"](*selection, ordered, selected, bits, ranks, row0)
         kernels["backward_list"](bits, ranks, singles, listed, entries, chunk)
         kernels["backward_row"](*sources, inputs.lse, inputs.delta, dq, stored, row0, scale)

@@ -1,8 +1,9 @@
 """Launches of the forward of sparse GQA on TileLang. No host synchronisation.
 
-Three kernels. The plan lists, for every tile of neighbouring rows, the union of their blocks. Where the union is small
-against what the rows would read one by one, the union kernel attends the whole tile at once; the row kernel attends the
-rest, one row at a time. Which of the two takes a tile is decided on the device.
+Three kernels on Hopper. The plan lists, for every tile of neighbouring rows, the union of their blocks. Where the union
+is small against what the rows would read one by one, the union kernel attends the whole tile at once; the row kernel
+attends the rest, one row at a time. Which of the two takes a tile is decided on the device. Other GPUs attend row by
+row.
 """
 
 from __future__ import annotations
@@ -62,9 +63,12 @@ def forward(
 
     `limit` as in `make_plan`.
     """
-    plan = make_plan(kernels, "plan", rows, kernels.design.forward, limit)
     out = torch.empty_like(q)
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+    if kernels.design.plain is not None:
+        kernels["row_forward"](q, k, v, rows.block_ids, rows.pos, rows.start, out, lse, scale)
+        return out, lse
+    plan = make_plan(kernels, "plan", rows, kernels.design.forward, limit)
     lists = plan.count, plan.first, plan.info
     kernels["union_forward"](q, k, v, *lists, rows.pos, out, lse, scale * LOG2E)
     selection = rows.block_ids, rows.pos, rows.start, plan.row_count, plan.count

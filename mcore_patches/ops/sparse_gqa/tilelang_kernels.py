@@ -19,6 +19,8 @@ OWN_BARRIERS = {"tl.disable_thread_storage_sync": True, "tl.disable_warp_special
 FAST_MATH = {**OWN_BARRIERS, "tl.enable_fast_math": True}
 # Every access is guarded by hand.
 GUARDED = {**FAST_MATH, "tl.disable_safe_memory_legalize": True}
+# The kernels for any GPU leave barriers to TileLang.
+PLAIN = {"tl.disable_warp_specialized": True, "tl.disable_tma_lower": True, "tl.enable_fast_math": True}
 # Blocks that are put in order in one pass over a row's ids, in words of 32.
 ORDER_WORDS = 2048
 # Kernels compile side by side, but are traced into TileLang's intermediate form one at a time.
@@ -40,6 +42,11 @@ class Shape:
     @property
     def row(self) -> RowShape:
         return RowShape(self.kv_heads, self.heads // self.kv_heads, self.dim, self.block_size)
+
+    @property
+    def heads_of_kernel(self) -> dict[str, Any]:
+        """Arguments that most builders take."""
+        return {"heads": self.heads, "kv_heads": self.kv_heads, "dim": self.dim, "dtype": DTYPE}
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -67,7 +74,10 @@ class Specification:
 
 def specifications(shape: Shape, design: Design) -> dict[str, Specification]:
     """The kernels of a shape by name. Those of the backward have names that begin with "backward"."""
-    return _forward_specifications(shape, design.forward) | _backward_specifications(shape, design.backward)
+    if design.plain is None:
+        hopper = _forward_specifications(shape, design.forward) | _backward_specifications(shape, design.backward)
+        return hopper | _shared_specifications(shape, design.backward)
+    return _plain_specifications(shape, design) | _shared_specifications(shape, design.backward)
 
 
 def _plan_specification(shape: Shape, tiles: Tiles) -> Specification:
@@ -82,15 +92,7 @@ def _plan_specification(shape: Shape, tiles: Tiles) -> Specification:
 
 
 def _forward_specifications(shape: Shape, tiles: Tiles) -> dict[str, Specification]:
-    common = {
-        "heads": shape.heads,
-        "kv_heads": shape.kv_heads,
-        "dim": shape.dim,
-        "rows": tiles.rows,
-        "block_size": shape.block_size,
-        "dtype": DTYPE,
-        "keys": tiles.keys,
-    }
+    common = shape.heads_of_kernel | {"rows": tiles.rows, "block_size": shape.block_size, "keys": tiles.keys}
     row = {"k_stages": tiles.k_stages, "v_stages": tiles.v_stages, "blocks_per_sm": tiles.blocks_per_sm}
     return {
         "plan": _plan_specification(shape, tiles),
@@ -102,33 +104,43 @@ def _forward_specifications(shape: Shape, tiles: Tiles) -> dict[str, Specificati
 
 
 def _backward_specifications(shape: Shape, tiles: BackwardTiles) -> dict[str, Specification]:
-    union = tiles.union
-    heads = {"heads": shape.heads, "kv_heads": shape.kv_heads, "dim": shape.dim, "dtype": DTYPE}
-    selection = {"rows": union.rows, "block_size": shape.block_size}
-    keys, slots = {"keys": union.keys}, {"slots": tiles.slots}
+    union, heads = tiles.union, shape.heads_of_kernel
+    selection = {"rows": union.rows, "block_size": shape.block_size, "keys": union.keys}
+    partial = {"kv_heads": shape.kv_heads, "dim": shape.dim, "dtype": DTYPE, "keys": union.keys, "slots": tiles.slots}
+    window = {"rows": tiles.window_rows, "stages": tiles.window_stages}
     return {
         "backward_plan": _plan_specification(shape, union),
-        "backward_delta": Specification("tilelang_delta", "delta", {"dim": shape.dim, "dtype": DTYPE}, FAST_MATH),
         "backward_union": Specification(
-            "tilelang_union_backward", "union_backward", heads | selection | keys | slots, FAST_MATH
+            "tilelang_union_backward", "union_backward", heads | selection | {"slots": tiles.slots}, FAST_MATH
         ),
-        "backward_reduce": Specification(
-            "tilelang_reduce",
-            "reduce_partials",
-            {"kv_heads": shape.kv_heads, "dim": shape.dim, "dtype": DTYPE} | keys | slots,
-            FAST_MATH,
-        ),
-        "backward_row": Specification("tilelang_row_backward", "row_backward", heads | selection | keys, FAST_MATH),
-        "backward_order": Specification(
-            "tilelang_windows", "order_rows", selection | {"words": ORDER_WORDS}, OWN_BARRIERS
-        ),
+        "backward_reduce": Specification("tilelang_reduce", "reduce_partials", partial, FAST_MATH),
+        "backward_row": Specification("tilelang_row_backward", "row_backward", heads | selection, FAST_MATH),
+        "backward_window": Specification("tilelang_window_backward", "window_backward", heads | window, GUARDED),
+    }
+
+
+def _shared_specifications(shape: Shape, tiles: BackwardTiles) -> dict[str, Specification]:
+    """What the backward of every GPU takes."""
+    order = {"rows": tiles.union.rows, "block_size": shape.block_size, "words": ORDER_WORDS}
+    return {
+        "backward_delta": Specification("tilelang_delta", "delta", {"dim": shape.dim, "dtype": DTYPE}, FAST_MATH),
+        "backward_order": Specification("tilelang_windows", "order_rows", order, OWN_BARRIERS),
         "backward_list": Specification("tilelang_windows", "list_windows", {}, OWN_BARRIERS),
-        "backward_window": Specification(
-            "tilelang_window_backward",
-            "window_backward",
-            heads | {"rows": tiles.window_rows, "stages": tiles.window_stages},
-            GUARDED,
-        ),
+    }
+
+
+def _plain_specifications(shape: Shape, design: Design) -> dict[str, Specification]:
+    plain, backward, heads = design.plain, design.backward, shape.heads_of_kernel
+    assert plain is not None
+    block, threads = {"block_size": shape.block_size}, {"threads": plain.threads}
+    forward = block | threads | {"keys": plain.forward_keys}
+    row = block | threads | {"rows": backward.union.rows, "keys": plain.row_keys}
+    window = {"rows": backward.window_rows, "stages": plain.window_stages, "threads": plain.window_threads}
+    module = "tilelang_plain_backward"
+    return {
+        "row_forward": Specification("tilelang_plain_forward", "plain_forward", heads | forward, PLAIN),
+        "backward_row": Specification(module, "plain_row_backward", heads | row, PLAIN),
+        "backward_window": Specification(module, "plain_window_backward", heads | window, PLAIN),
     }
 
 
