@@ -1,6 +1,6 @@
 """Correctness, then times, of the sparse GQA kernels beside dense cuDNN attention, in about two minutes on one H200.
 
-    python gpu_ci/kernels/sparse_gqa_probe.py [--sections build,check,time] [--tokens 65536,131072,16384]
+    python gpu_ci/kernels/sparse_gqa_probe.py [--sections build,check,time,tune] [--tokens 65536,131072,16384]
 
 Every kernel and every check runs in a process of its own with a time limit, so that a kernel that hangs or faults costs
 only its own line. A check that fails runs once more under compute-sanitizer where there is one. RESULT lines come last
@@ -318,9 +318,50 @@ def section_time(tokens_text: str) -> None:
             raise
 
 
+def section_tune(tokens_text: str) -> None:
+    """The backward of a random selection by chunk size, and both directions without TileLang's bounds checks."""
+    import torch
+
+    from gpu_ci.bench.selections import block_selection
+    from mcore_patches.ops.sparse_gqa.tilelang_backward import backward
+    from mcore_patches.ops.sparse_gqa.tilelang_forward import Rows, forward
+
+    tokens = int(tokens_text)
+    pos = torch.arange(tokens, dtype=torch.int32, device="cuda")
+    q, dout = (torch.randn(tokens, HEADS, DIM, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    k, v = (torch.randn(tokens, KV_HEADS, DIM, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    rows = Rows(block_selection(tokens, "random", topk=TOPK, block_size=RATIO), pos, torch.zeros_like(pos))
+    out, lse = forward(kernels(), q, k, v, rows, SCALE)
+    gradients = q, k, v, rows, out, lse, dout, SCALE
+    for name, chosen in {"as built": kernels(), "unguarded": unguarded(kernels())}.items():
+        ms = milliseconds(functools.partial(forward, chosen, q, k, v, rows, SCALE))
+        result(f"tune T {tokens} random forward, {name}: {ms:.2f} ms")
+        result(
+            f"tune T {tokens} random backward, {name}: {kernel_times(functools.partial(backward, chosen, *gradients))}"
+        )
+    for mebibytes in (6, 12, 24, 48, 96, 4096):
+        chosen = kernels(gathered_bytes=mebibytes * 2**20, stored_bytes=8 * 2**30)
+        run = functools.partial(backward, chosen, *gradients)
+        result(f"tune T {tokens} chunks of {mebibytes} MiB: {milliseconds(run, 2):.2f} ms; {kernel_times(run)}")
+
+
+def unguarded(chosen: object) -> object:
+    """Kernels whose accesses TileLang does not check once more."""
+    from mcore_patches.ops.sparse_gqa import tilelang_kernels
+    from mcore_patches.ops.sparse_gqa.tilelang_kernels import CACHE, GUARDED, Kernels, specifications
+
+    class Unguarded(Kernels):
+        def __getitem__(self, name: str) -> object:
+            wanted = replace(specifications(self.shape, self.design)[name], pass_configs=GUARDED)
+            key = (*self.shape.key, "unguarded", name, *wanted.arguments.values())
+            return CACHE.get(key, lambda: tilelang_kernels._build(key, wanted, self.shape.arch))
+
+    return Unguarded(chosen.shape, chosen.design)
+
+
 # ---------------------------------------------------------------------------------------------- processes
 
-SECTIONS = {"build": section_build, "check": section_check, "time": section_time}
+SECTIONS = {"build": section_build, "check": section_check, "time": section_time, "tune": section_tune}
 LINES: list[str] = []
 
 
@@ -397,6 +438,8 @@ def main() -> None:
         print(f"[{time.time() - started:.0f} s]", flush=True)
         if failed:
             sanitize(failed[0])
+    if "tune" in sections:
+        spawn(120, [["tune", "65536"]])
     if "time" in sections:
         for tokens in arguments.tokens.split(","):
             left = arguments.seconds - (time.time() - started)
