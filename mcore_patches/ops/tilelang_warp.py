@@ -5,6 +5,7 @@
 import tilelang.language as T
 
 EVERY_LANE = 0xFFFFFFFF
+LOWEST = -(2.0**127)  # below any score that is worth a thought, yet finite
 
 # For kernels that write every barrier and guard every access by hand.
 PASS_CONFIGS = {

@@ -13,6 +13,8 @@ UNION_THREADS = 256
 UNION_WORDS = 8192  # bits of the bitmap of blocks, in words
 STUDENT_THREADS = 256
 ROWS_PER_WORD = 32  # of the bit matrix of rows and blocks
+QUERY_GRADIENT_ROWS = 128  # of a tile of the queries' gradient over all blocks
+KEY_GRADIENT_ROWS = 64  # of a step of the keys'
 
 DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
 DIMS = (64, 128, 256)
@@ -26,7 +28,7 @@ CHUNK_BYTES = 512 * 2**20  # of what is kept for a chunk of rows
 @dataclass(frozen=True)
 class Shape:
     """What the code of the kernels depends on, beside the architecture. heads, channels: of the indexer; capacity:
-    see `topk_capacity`."""
+    see `topk_capacity`, 0 for all visible blocks."""
 
     heads: int
     channels: int
@@ -53,14 +55,19 @@ def shape_of(
     kv_heads: int,
     dim: int,
     ratio: int,
-    topk: int,
+    topk: int | None,
     weighted: bool,
     relu: bool,
 ) -> Shape | str:
-    """The shape that kernels are built for, or the reason why they do not take these arguments."""
+    """The shape that kernels are built for, or the reason why they do not take these arguments.
+
+    topk: columns of block_ids, None for all visible blocks.
+    """
     for name, value in (("q_idx", index_dtype), ("q", dtype)):
         if value not in DTYPES:
             return f"{name} must be bfloat16 or float16, got {str(value).removeprefix('torch.')}"
+    if topk is None and index_dtype != torch.bfloat16:
+        return f"q_idx must be bfloat16 where block_ids is None, got {str(index_dtype).removeprefix('torch.')}"
     for what, number, allowed in (
         ("channels of q_idx", channels, DIMS),
         ("channels of q", dim, DIMS),
@@ -70,7 +77,7 @@ def shape_of(
             return f"{what} must be one of {', '.join(map(str, allowed))}, got {number}"
     for what, number, most in (
         ("heads of q_idx", heads, MOST_INDEX_HEADS),
-        ("columns of block_ids", topk, MOST_TOPK),
+        ("columns of block_ids", topk or 0, MOST_TOPK),
         ("query heads of one key head", q_heads // kv_heads, MOST_COLUMNS // TILE_ROWS),
     ):
         if number > most:
@@ -86,7 +93,7 @@ def shape_of(
         kv_heads=kv_heads,
         dim=dim,
         ratio=ratio,
-        capacity=topk_capacity(topk),
+        capacity=0 if topk is None else topk_capacity(topk),
         index_dtype=DTYPES[index_dtype],
         dtype=DTYPES[dtype],
         weighted=weighted,
@@ -121,3 +128,31 @@ def rows_at_once(rows: int, topk: int, num_blocks: int) -> int:
     row_bytes = topk * 4 * (7 + 1 + TILE_ROWS) + 2 * 4 * num_blocks // ROWS_PER_WORD
     most = min(CHUNK_BYTES // row_bytes, rows)
     return max(1, -(-most // ROWS_PER_WORD)) * ROWS_PER_WORD
+
+
+@dataclass(frozen=True)
+class GradientTiles:
+    """Of the gradients over all blocks: blocks and stages of a step of the query's, slots of queries of the key's."""
+
+    blocks: int
+    stages: int
+    slots: int
+
+
+def gradient_tiles(channels: int) -> GradientTiles:
+    """Tiles that fit 227 KiB and 224 registers a thread."""
+    narrow = channels <= 128
+    return GradientTiles(blocks=128 if narrow else 64, stages=2, slots=4 if narrow else 2)
+
+
+def rows_of_all_blocks(rows: int, width: int) -> int:
+    """Rows whose mass, score, gradient and largest score of eight against `width` blocks are held at once: whole
+    tiles. Twice the memory of a selection's chunk, as a tile of the teacher takes long."""
+    row_bytes = width * (4 + 4 + 2) + width // 2
+    most = min(2 * CHUNK_BYTES // row_bytes, rows)
+    return max(1, -(-most // QUERY_GRADIENT_ROWS)) * QUERY_GRADIENT_ROWS
+
+
+def splits_of_a_tile(tiles: int, multiprocessors: int) -> int:
+    """Blocks of threads that share one tile of the teacher: eight rounds of the GPU."""
+    return max(1, 8 * multiprocessors // tiles)

@@ -14,9 +14,10 @@ from mcore_patches.ops.block_topk.tilelang_backend import device_of, readable
 from mcore_patches.ops.device import Device
 from mcore_patches.ops.indexer_kl.chunked import LossAndGradients
 from mcore_patches.ops.indexer_kl.design import UNION_WORDS, Shape, shape_of
+from mcore_patches.ops.indexer_kl.tilelang_all import over_all_blocks
 from mcore_patches.ops.indexer_kl.tilelang_kernels import failure
 from mcore_patches.ops.indexer_kl.tilelang_selected import Rows, over_selected_blocks
-from mcore_patches.ops.packing import complete_blocks
+from mcore_patches.ops.packing import complete_blocks, first_tokens_of_visible_blocks
 
 LARGEST_INDEX = 2**31 - 1
 
@@ -43,8 +44,6 @@ def supports(
         return False, f"q is on {q.device}, the kernels need a CUDA device"
     if importlib.util.find_spec("tilelang") is None:
         return False, "tilelang is not installed"
-    if block_ids is None:
-        return False, "block_ids is None: there are no kernels for all visible blocks"
     if lse is None:
         return False, "lse is None: the kernels do not compute the attention's"
     if tp_group is not None:
@@ -52,7 +51,7 @@ def supports(
     if min(len(q), len(k), len(k_blocks)) == 0:
         sizes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, k_blocks {tuple(k_blocks.shape)}"
         return False, f"there is nothing to compare: {sizes}"
-    if len(k_blocks) > 32 * UNION_WORDS:
+    if block_ids is not None and len(k_blocks) > 32 * UNION_WORDS:
         return False, f"k_blocks may hold {32 * UNION_WORDS} blocks, got {len(k_blocks)}"
     if max(len(q), len(k)) > LARGEST_INDEX:
         return False, f"tokens are numbered by int32, got q {tuple(q.shape)} and k {tuple(k.shape)}"
@@ -72,7 +71,7 @@ def indexer_kl_tilelang(
     q: Tensor,
     k: Tensor,
     lse: Tensor,
-    block_ids: Tensor,
+    block_ids: Tensor | None,
     row_pos: Tensor,
     row_start: Tensor,
     row_block_start: Tensor,
@@ -107,23 +106,21 @@ def indexer_kl_tilelang(
         weights=None if weights is None else weights.detach().contiguous(),
         q=readable(q),
         lse=lse.contiguous(),
-        block_ids=block_ids.contiguous(),
+        block_ids=None if block_ids is None else block_ids.contiguous(),
         start=row_start.contiguous(),
         first=row_block_start.contiguous(),
         # A row that does not count selects nothing.
         count=complete_blocks(row_pos, ratio) * counted,
         weight=counted.float() if number is None else counted / number,
     )
-    sums = over_selected_blocks(
-        device,
-        shape,
-        rows,
-        readable(k_blocks),
-        readable(k),
-        scale=scale,
-        index_scale=index_scale,
-        row_chunk=row_chunk,
-    )
+    settings: dict[str, Any] = {"scale": scale, "index_scale": index_scale, "row_chunk": row_chunk}
+    tensors = readable(k_blocks), readable(k)
+    if block_ids is None:
+        first = first_tokens_of_visible_blocks(row_pos, row_start, row_block_start, ratio, len(k_blocks))
+        first = first.clamp_(0, max(len(k) - ratio, 0)).int()
+        sums = over_all_blocks(device, shape, rows, *tensors, first, **settings)
+    else:
+        sums = over_selected_blocks(device, shape, rows, *tensors, **settings)
     if checked:
         verify_not_nan("indexer_kl", sums.kl.isnan(), "scores of visible blocks, attention scores and lse")
     loss = sums.kl.sum(dtype=torch.float64)
@@ -136,7 +133,7 @@ def _shape(
     q_idx: Tensor,
     q: Tensor,
     k: Tensor,
-    block_ids: Tensor,
+    block_ids: Tensor | None,
     ratio: int,
     weights: Tensor | None,
     relu: bool,
@@ -152,7 +149,7 @@ def _shape(
         kv_heads=k.shape[1],
         dim=q.shape[2],
         ratio=ratio,
-        topk=block_ids.shape[1],
+        topk=None if block_ids is None else block_ids.shape[1],
         weighted=weights is not None,
         relu=relu,
     )

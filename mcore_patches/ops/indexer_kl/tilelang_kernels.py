@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mcore_patches.ops.device import Device
-from mcore_patches.ops.indexer_kl.design import Shape, teacher_slots
+from mcore_patches.ops.indexer_kl.design import Shape, gradient_tiles, teacher_slots
 from mcore_patches.ops.jit import CACHE, build_together, compile_kernel
 
 OP = "indexer_kl"
@@ -18,20 +18,39 @@ _ORDER = "mcore_patches.ops.sparse_mla.tilelang_ordered"
 _TRACING = threading.Lock()
 
 
-def specifications(shape: Shape, shared_bytes: int) -> dict[str, tuple[str, str, dict[str, Any]]]:
-    """Of each kernel its module, its builder and the builder's arguments."""
-    index = {"heads": shape.heads, "channels": shape.channels, "dtype": shape.index_dtype, "weighted": shape.weighted}
+Specification = tuple[str, str, dict[str, Any]]
+
+
+def specifications(shape: Shape, shared_bytes: int) -> dict[str, Specification]:
+    """Of each kernel its module, its builder and the builder's arguments.
+
+    Those of all visible blocks are there where capacity is 0, those of selected blocks elsewhere.
+    """
+    index = {"heads": shape.heads, "channels": shape.channels, "weighted": shape.weighted}
     attention = {"heads": shape.q_heads, "kv_heads": shape.kv_heads, "dim": shape.dim, "dtype": shape.dtype}
-    blocks = {"ratio": shape.ratio}
-    slots = {"slots": teacher_slots(shared_bytes, shape.q_heads, shape.dim)}
-    row = {"capacity": shape.capacity, "relu": shape.relu}
-    return {
-        "union": (f"{__package__}.tilelang_union", "union_kernel", blocks),
-        "teacher": (f"{__package__}.tilelang_teacher", "teacher_kernel", attention | blocks | slots),
-        "student": (f"{__package__}.tilelang_student", "student_kernel", index | row),
-        "blocks": (f"{__package__}.tilelang_blocks", "blocks_kernel", index),
-        **{name: (_ORDER, f"{name}_kernel", {}) for name in ("mark", "rank", "locate")},
+    slots = teacher_slots(shared_bytes, shape.q_heads, shape.dim)
+    found = {"teacher": _specification("teacher", attention | {"ratio": shape.ratio, "slots": slots})}
+    if shape.capacity:
+        typed = index | {"dtype": shape.index_dtype}
+        return found | {
+            "union": _specification("union", {"ratio": shape.ratio}),
+            "student": _specification("student", typed | {"capacity": shape.capacity, "relu": shape.relu}),
+            "blocks": _specification("blocks", typed),
+            **{name: (_ORDER, f"{name}_kernel", {}) for name in ("mark", "rank", "locate")},
+        }
+    tiles = gradient_tiles(shape.channels)
+    index["relu"] = shape.relu
+    return found | {
+        "rows": _specification("rows", {}),
+        "query_gradient": _specification(
+            "query_gradient", index | {"tile_blocks": tiles.blocks, "stages": tiles.stages}
+        ),
+        "key_gradient": _specification("key_gradient", index | {"slots": tiles.slots}),
     }
+
+
+def _specification(name: str, arguments: dict[str, Any]) -> Specification:
+    return f"{__package__}.tilelang_{name}", f"{name}_kernel", arguments
 
 
 @functools.cache

@@ -39,7 +39,7 @@ class Rows:
     weights: Tensor | None
     q: Tensor
     lse: Tensor
-    block_ids: Tensor
+    block_ids: Tensor | None
     start: Tensor
     first: Tensor
     count: Tensor
@@ -73,17 +73,11 @@ def over_selected_blocks(
     row_chunk: int | None = None,
 ) -> Sums:
     """KL of each row and all gradients; `row_chunk` rows at once, a multiple of 32, or as many as memory allows."""
+    assert rows.block_ids is not None
     (num_rows, topk), num_blocks = rows.block_ids.shape, len(k_blocks)
     run = kernels(device, shape)
     new = functools.partial(new_empty, device=k.device)
-    # bfloat16 has fp32's range; in fp16 the gradients of a mean over a long sequence would vanish.
-    dq_dtype = torch.bfloat16 if rows.q_idx.dtype == torch.bfloat16 else torch.float32
-    sums = Sums(
-        new(num_rows, dtype=torch.float32),
-        new(*rows.q_idx.shape, dtype=dq_dtype),
-        torch.zeros(k_blocks.shape, dtype=torch.float32, device=k.device),
-        None if rows.weights is None else torch.empty_like(rows.weights),
-    )
+    sums = new_sums(rows, k_blocks, new)
     at_once = rows_at_once(num_rows, topk, num_blocks) if row_chunk is None else row_chunk
     teacher = _Teacher(run, shape, at_once, topk, new)
     pairs = _Pairs(run, at_once, topk, num_blocks, new)
@@ -113,6 +107,18 @@ def over_selected_blocks(
     return sums
 
 
+def new_sums(rows: Rows, k_blocks: Tensor, new: Callable[..., Tensor]) -> Sums:
+    """Room for the results; the gradient of k_blocks is 0."""
+    # bfloat16 has fp32's range; in fp16 the gradients of a mean over a long sequence would vanish.
+    dq_dtype = torch.bfloat16 if rows.q_idx.dtype == torch.bfloat16 else torch.float32
+    return Sums(
+        new(len(rows.q_idx), dtype=torch.float32),
+        new(*rows.q_idx.shape, dtype=dq_dtype),
+        torch.zeros(k_blocks.shape, dtype=torch.float32, device=k_blocks.device),
+        None if rows.weights is None else torch.empty_like(rows.weights),
+    )
+
+
 class _Teacher:
     """The attention's mass on what a chunk of rows selects."""
 
@@ -132,7 +138,7 @@ class _Teacher:
         count, tokens, mass = self._count[tiles], self._tokens[tiles], self._mass[tiles]
         places, blocks = self._places[:number], self._blocks[:number]
         self._run["union"](rows.block_ids, rows.first, rows.count, rows.start, count, tokens, places, blocks)
-        self._run["teacher"](rows.q, k, rows.lse, self._begin[tiles], count, tokens.view(-1), mass, scale)
+        self._run["teacher"](rows.q, k, rows.lse, self._begin[tiles], count, tokens.view(-1), mass, scale, 1)
         return places, blocks, mass
 
 

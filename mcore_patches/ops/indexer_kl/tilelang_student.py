@@ -12,10 +12,9 @@ of a row and a block contributes to the block's gradient is noted at the pair's 
 import tilelang.language as T
 
 from mcore_patches.ops.indexer_kl.design import STUDENT_THREADS, TILE_ROWS
-from mcore_patches.ops.tilelang_warp import EVERY_LANE, PASS_CONFIGS  # noqa: F401
+from mcore_patches.ops.tilelang_warp import LOWEST, PASS_CONFIGS  # noqa: F401
 
 IN_FLIGHT = 4  # keys that a thread loads before it uses the first
-LOWEST = -(2.0**127)  # below any score that is worth a thought, yet finite
 
 
 @T.macro

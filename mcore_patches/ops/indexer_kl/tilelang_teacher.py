@@ -25,11 +25,12 @@ PASS_CONFIGS = tilelang_warp.PASS_CONFIGS | {"tl.enable_fast_math": True}
 
 
 def teacher_kernel(*, heads: int, kv_heads: int, dim: int, ratio: int, slots: int, dtype: str, wgmma: bool = True):
-    """Build the kernel ``(q, k, lse, begin, count, tokens, mass, scale)``.
+    """Build the kernel ``(q, k, lse, begin, count, tokens, mass, scale, splits)``.
 
     ``q [Tq, heads, dim]``, ``k [Tk, kv_heads, dim]``, ``lse [Tq, heads]`` fp32 natural logarithms. A tile of rows takes
     the ``count[tile]`` blocks whose first tokens are ``tokens[begin[tile]]`` onwards. Writes ``mass [tiles, padded,
-    TILE_ROWS]`` fp32, that of each of them for every row of the tile; ``padded`` is a multiple of ``TOKENS / ratio``.
+    TILE_ROWS]`` fp32, that of each of them for every row of the tile; ``padded`` is a multiple of ``TOKENS / ratio``. A
+    tile is dealt to ``splits`` blocks of threads.
 
     slots: tiles of one head's keys held in shared memory.
     """
@@ -59,8 +60,9 @@ def teacher_kernel(*, heads: int, kv_heads: int, dim: int, ratio: int, slots: in
         tokens: T.Tensor((listed,), "int32"),
         mass: T.Tensor((tiles, padded, TILE_ROWS), "float32"),
         scale: T.float32,
+        splits: T.int32,
     ):
-        with T.Kernel(tiles, threads=CONSUMERS + WARPGROUP) as from_last:
+        with T.Kernel(splits, tiles, threads=CONSUMERS + WARPGROUP) as (split, from_last):
             q_shared = T.alloc_shared((kv_heads, columns, dim), dtype)
             k_shared = T.alloc_shared((slots, TOKENS, dim), dtype)
             lse_shared = T.alloc_shared((kv_heads, columns), "float32")
@@ -80,7 +82,7 @@ def teacher_kernel(*, heads: int, kv_heads: int, dim: int, ratio: int, slots: in
             tile = tiles - 1 - from_last
             n = count[tile]
             first = begin[tile]
-            steps = T.ceildiv(n, entries)
+            steps = T.ceildiv(T.max(T.ceildiv(n, entries) - split, 0), splits)
             row0 = T.alloc_var("int32", init=tile * TILE_ROWS)
 
             if tx < CONSUMERS:
@@ -132,12 +134,12 @@ def teacher_kernel(*, heads: int, kv_heads: int, dim: int, ratio: int, slots: in
                         of_blocks[i // ratio, i % ratio, c] = T.reinterpret("int32", total[i, c])
                     T.reduce_max(of_blocks, best, dim=1)
                     for e, c in T.Parallel(entries, TILE_ROWS):
-                        mass[tile, s * entries + e, c] = T.reinterpret("float32", best[e, c])
+                        mass[tile, (split + s * splits) * entries + e, c] = T.reinterpret("float32", best[e, c])
             else:
                 T.set_max_nreg(PRODUCER_REGISTERS, 0)
                 lane = tx - CONSUMERS
                 for s in T.serial(steps):
-                    place = s * entries + lane // ratio
+                    place = (split + s * splits) * entries + lane // ratio
                     token_shared[s % 2, lane] = T.if_then_else(
                         place < n, tokens[first + T.min(place, n - 1)] + lane % ratio, -1
                     )

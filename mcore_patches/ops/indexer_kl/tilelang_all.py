@@ -1,0 +1,107 @@
+"""The KL over all visible blocks (Stage 1) by chunks of rows: what its kernels hand each other.
+
+teacher          the attention's mass on every block, as for selected blocks
+score            the student's scores, by the kernel of `select_blocks`
+rows             a row's KL and its gradient with respect to the scores
+query_gradient   what flows back to the queries and their weights
+key_gradient     what flows back to the index keys, chunk after chunk
+
+Mass and scores of a chunk of rows are kept, so that the teacher runs once; memory is bounded by the chunk.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from mcore_patches.ops.block_topk import design as score_design
+from mcore_patches.ops.block_topk.tilelang_backend import score_kernel
+from mcore_patches.ops.device import Device
+from mcore_patches.ops.indexer_kl import tilelang_selected
+from mcore_patches.ops.indexer_kl.design import (
+    KEY_GRADIENT_ROWS,
+    QUERY_GRADIENT_ROWS,
+    TILE_ROWS,
+    Shape,
+    rows_of_all_blocks,
+    splits_of_a_tile,
+)
+from mcore_patches.ops.indexer_kl.tilelang_kernels import kernels
+from mcore_patches.ops.indexer_kl.tilelang_selected import Rows, Sums, new_sums
+from mcore_patches.ops.workspace import chunks
+
+WIDTH = 128  # blocks that rows of scores are padded to
+
+
+def over_all_blocks(
+    device: Device,
+    shape: Shape,
+    rows: Rows,
+    k_blocks: Tensor,
+    k: Tensor,
+    first_tokens: Tensor,
+    *,
+    scale: float,
+    index_scale: float,
+    row_chunk: int | None = None,
+) -> Sums:
+    """KL of each row and all gradients; `first_tokens [Nb]` int32 of blocks. `row_chunk` rows at once, a multiple of
+    128, or as many as memory allows."""
+    num_rows, num_blocks = len(rows.q), len(k_blocks)
+    run = kernels(device, shape)
+    tiles = score_design.score_tiles(
+        device.arch, device.shared_bytes, rows.q_idx.dtype, shape.heads, shape.channels, topk=1
+    )
+    assert isinstance(tiles, score_design.ScoreTiles)
+    score = score_kernel(device.arch, rows.q_idx.dtype, shape.heads, shape.channels, tiles, shape.weighted, shape.relu)
+    new = functools.partial(tilelang_selected.new_empty, device=k.device)
+    sums = new_sums(rows, k_blocks, new)
+    width = -(-num_blocks // WIDTH) * WIDTH
+    at_once = rows_of_all_blocks(num_rows, width) if row_chunk is None else row_chunk
+    all_mass = new(at_once // TILE_ROWS, width, TILE_ROWS, dtype=torch.float32)
+    all_keys = new(at_once, width, dtype=torch.int32)
+    all_maxima = new(at_once, width // score_design.GROUP, dtype=torch.int32)
+    all_gradients = new(at_once, width, dtype=torch.bfloat16)
+    no_weights = new(1, shape.heads, dtype=torch.float32)
+    for chunk in chunks(num_rows, at_once):
+        here, number = rows[chunk], chunk.stop - chunk.start
+        weights = no_weights if here.weights is None else here.weights
+        mass, keys = all_mass[: -(-number // TILE_ROWS)], all_keys[:number]
+        begin, end = seen_by_tiles(here, TILE_ROWS)
+        count = (end - begin).clamp_(min=0)
+        run["teacher"](
+            here.q, k, here.lse, begin, count, first_tokens, mass, scale,
+            splits_of_a_tile(len(begin), device.multiprocessors),
+        )  # fmt: skip
+        score(
+            here.q_idx,
+            k_blocks,
+            weights,
+            here.first,
+            here.count,
+            keys.view(number, -1, tiles.blocks),
+            all_maxima[:number].view(number, -1, tiles.blocks // score_design.GROUP),
+            0,
+            score_design.splits_of_a_tile(number, tiles, width, device.multiprocessors),
+        )
+        gradients = all_gradients[:number].zero_()
+        run["rows"](
+            mass, keys, begin, count, here.first, here.count, here.weight, sums.kl[chunk], gradients, index_scale
+        )
+        index = here.q_idx, k_blocks, weights, here.count
+        dweights = no_weights if sums.weights is None else sums.weights[chunk]
+        run["query_gradient"](*index, *seen_by_tiles(here, QUERY_GRADIENT_ROWS), gradients, sums.q_idx[chunk], dweights)
+        run["key_gradient"](*index, *seen_by_tiles(here, KEY_GRADIENT_ROWS), gradients, sums.k_blocks)
+    return sums
+
+
+def seen_by_tiles(rows: Rows, size: int) -> tuple[Tensor, Tensor]:
+    """First block [tiles] that some of `size` neighbouring rows sees, and the last + 1; 2**31 - 1 and 0 for none."""
+    none = 2**31 - 1
+    begin = torch.where(rows.count > 0, rows.first, none)
+    end = torch.where(rows.count > 0, rows.first + rows.count, 0)
+    missing = -len(begin) % size
+    begin = torch.nn.functional.pad(begin, (0, missing), value=none).view(-1, size).amin(dim=1)
+    return begin, torch.nn.functional.pad(end, (0, missing)).view(-1, size).amax(dim=1)
