@@ -38,12 +38,13 @@ class Case:
     dtype: torch.dtype = torch.bfloat16
     lengths: tuple[int, ...] = PACKED
     ordered: bool = False
+    everywhere: bool = False  # all visible blocks, no selection
 
     def __str__(self) -> str:
-        return (
-            f"T{sum(self.lengths)}-r{self.ratio}-K{self.topk}-H{self.heads}-d{self.channels}-Hq{self.q_heads}"
-            f"-Hkv{self.kv_heads}-D{self.dim}-{self.scoring}-{str(self.dtype).removeprefix('torch.')}"
-        )
+        selected = "all" if self.everywhere else self.topk
+        dtype = str(self.dtype).removeprefix("torch.")
+        index = f"T{sum(self.lengths)}-r{self.ratio}-K{selected}-H{self.heads}-d{self.channels}"
+        return f"{index}-Hq{self.q_heads}-Hkv{self.kv_heads}-D{self.dim}-{self.scoring}-{dtype}"
 
     @property
     def rows(self) -> PackedRows:
@@ -59,7 +60,7 @@ class Inputs:
     q: Tensor
     k: Tensor
     lse: Tensor
-    block_ids: Tensor
+    block_ids: Tensor | None
     rows: PackedRows
     settings: dict[str, Any]
 
@@ -78,7 +79,7 @@ class Inputs:
         q_idx, k_blocks = normal(number, case.heads, case.channels), normal(blocks, case.channels)
         q, k = normal(number, case.q_heads, case.dim), normal(tokens + 3, case.kv_heads, case.dim)
         weights = torch.randn(number, case.heads, device="cuda", generator=g) if "weights" in case.scoring else None
-        ids = _selection(case, rows, g)
+        ids = None if case.everywhere else _selection(case, rows, g)
         scale = case.dim**-0.5
         _, lse = sparse_gqa(
             q.float(), k.float(), k.float(), ids, rows.pos, rows.start, scale=scale, block_size=case.ratio,
@@ -99,7 +100,7 @@ class Inputs:
         return cls(q_idx, k_blocks, q, k, lse, ids, rows, settings)
 
     @property
-    def arguments(self) -> tuple[Tensor, ...]:
+    def arguments(self) -> tuple[Any, ...]:
         rows = self.rows
         return (
             self.q_idx,
@@ -123,11 +124,15 @@ class Inputs:
 
     def reference(self) -> tuple[Tensor, ...]:
         """The same by the chunked path in float64, which a CPU test holds against the oracle."""
-        doubles = (x.double() if x.is_floating_point() else x for x in self.arguments)
+        doubles = (in_double(x) for x in self.arguments)
         weights = self.settings["weights"]
         settings = self.settings | {"weights": None if weights is None else weights.double()}
         result = indexer_kl_chunked(*doubles, **settings, tp_group=None)
         return tuple(x for x in result if x is not None)
+
+
+def in_double(x: Tensor | None) -> Tensor | None:
+    return x.double() if x is not None and x.is_floating_point() else x
 
 
 def _selection(case: Case, rows: PackedRows, g: torch.Generator) -> Tensor:
@@ -174,7 +179,13 @@ CASES = [
     Case(q_heads=4, kv_heads=1, dim=256, heads=8, channels=256),
     Case(q_heads=12, kv_heads=3, dim=128, dtype=torch.float16, scoring="relu-weights"),
     Case(topk=2048, ratio=1, q_heads=8, dim=128, lengths=(3000, 2100)),
+    Case(everywhere=True),
+    Case(everywhere=True, lengths=(1500, 2300, 3)),
+    *(Case(everywhere=True, scoring=scoring, heads=3, channels=64, dim=64) for scoring in ("relu-weights", "linear")),
+    *(Case(everywhere=True, ratio=ratio, q_heads=8, dim=128) for ratio in (1, 2, 8, 16)),
+    Case(everywhere=True, q_heads=4, kv_heads=1, heads=8, channels=256, scoring="linear-weights"),
 ]
+EITHER = pytest.mark.parametrize("everywhere", [False, True], ids=["selected", "all"])
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -186,7 +197,7 @@ def test_equals_float64(case: Case) -> None:
 def test_equals_the_oracle() -> None:
     inputs = Inputs.random(Case(lengths=(13, 50, 133), scoring="relu-weights", heads=3, channels=64, dim=64))
     leaves = [x.double().requires_grad_() for x in (inputs.q_idx, inputs.k_blocks, inputs.settings["weights"])]
-    doubles = (x.double() if x.is_floating_point() else x for x in inputs.arguments[2:])
+    doubles = (in_double(x) for x in inputs.arguments[2:])
     settings = inputs.settings | {"weights": leaves[2]}
     loss = indexer_kl_naive(*leaves[:2], *doubles, **settings, tp_group=None)
     grads = torch.autograd.grad(loss, leaves)
@@ -201,11 +212,12 @@ def test_sum_is_the_mean_times_the_number_that_counts() -> None:
     check(total.reference(), total.run(), Case())
 
 
-def test_chunks_of_rows_do_not_matter_to_the_loss() -> None:
-    inputs = Inputs.random(Case(topk=64, lengths=(900, 700)))
+@EITHER
+def test_chunks_of_rows_do_not_matter_to_the_loss(everywhere: bool) -> None:
+    inputs = Inputs.random(Case(topk=64, lengths=(900, 700), everywhere=everywhere))
     settings = inputs.settings
     want = indexer_kl_tilelang(*inputs.arguments, **settings)
-    for row_chunk in (32, 512):
+    for row_chunk in (128, 512):
         got = indexer_kl_tilelang(*inputs.arguments, **settings, row_chunk=row_chunk)
         assert torch.equal(want.loss, got.loss)
         assert torch.equal(want.q_idx, got.q_idx)
@@ -215,13 +227,15 @@ def test_chunks_of_rows_do_not_matter_to_the_loss() -> None:
 def test_order_of_ids_does_not_matter() -> None:
     inputs = Inputs.random(Case(topk=64, lengths=(900,), ordered=True))
     loss, dq, dk = inputs.run()
+    assert inputs.block_ids is not None
     inputs.block_ids = inputs.block_ids[:, torch.randperm(64, device="cuda")].contiguous()
     for a, b in zip((loss, dq, dk), inputs.run()):
         torch.testing.assert_close(a.float(), b.float(), rtol=2e-2, atol=1e-6)
 
 
-def test_rows_that_do_not_count_are_left_out() -> None:
-    inputs = Inputs.random(Case())
+@EITHER
+def test_rows_that_do_not_count_are_left_out(everywhere: bool) -> None:
+    inputs = Inputs.random(Case(everywhere=everywhere))
     out = ~inputs.settings["valid"]
     ref = inputs.run()
     inputs.q_idx[out] = torch.nan
@@ -234,23 +248,26 @@ def test_rows_that_do_not_count_are_left_out() -> None:
     assert not got[1][inputs.rows.pos < 0].any()
 
 
-def test_no_blocks_and_no_mass_add_nothing() -> None:
+@EITHER
+def test_no_blocks_and_no_mass_add_nothing(everywhere: bool) -> None:
     """Rows without blocks, and rows whose tail took everything: all exponentials are 0."""
-    inputs = Inputs.random(Case(), reduction="sum")
+    inputs = Inputs.random(Case(everywhere=everywhere), reduction="sum")
     inputs.settings["valid"] = None
     inputs.lse[::3] = 1e30
     loss, dq, dk = inputs.run()
     assert torch.isfinite(loss) and torch.isfinite(dk).all()
     assert not dq[::3].any()
-    assert not dq[(inputs.block_ids < 0).all(dim=1)].any()
+    without = inputs.rows.pos < 3 if inputs.block_ids is None else (inputs.block_ids < 0).all(dim=1)
+    assert not dq[without].any()
     inputs.lse.fill_(1e30)
     loss, dq, dk = inputs.run()
     assert loss == 0 and not dq.any() and not dk.any()
 
 
+@EITHER
 @pytest.mark.parametrize("name", ["q_idx", "q", "k", "lse"])
-def test_checked_refuses_nan(name: str) -> None:
-    inputs = Inputs.random(Case(lengths=(300,)))
+def test_checked_refuses_nan(name: str, everywhere: bool) -> None:
+    inputs = Inputs.random(Case(lengths=(300,), everywhere=everywhere))
     inputs.settings["valid"] = None
     indexer_kl(*inputs.arguments, **inputs.settings, backend="tilelang", checked=True)
     getattr(inputs, name)[100] = torch.nan
@@ -266,14 +283,16 @@ def test_strided_arguments_give_the_same() -> None:
     inputs.q = torch.cat((inputs.q, inputs.q), dim=2)[:, :, :64]
     inputs.k = torch.stack((inputs.k, inputs.k), dim=2)[:, :, 0]
     inputs.q_idx = torch.cat((inputs.q_idx, inputs.q_idx[:, :1]), dim=1)[:, :3]
+    assert inputs.block_ids is not None
     inputs.block_ids = inputs.block_ids.T.contiguous().T
     inputs.lse = inputs.lse.T.contiguous().T
     for a, b in zip(want, inputs.run()):
         assert torch.equal(a, b)
 
 
-def test_repeats_bit_for_bit_beside_other_work() -> None:
-    inputs = Inputs.random(Case(topk=512, lengths=(6000, 2000)))
+@EITHER
+def test_repeats_bit_for_bit_beside_other_work(everywhere: bool) -> None:
+    inputs = Inputs.random(Case(topk=512, lengths=(6000, 2000), everywhere=everywhere))
     want = inputs.run()
     other, a = torch.cuda.Stream(), torch.randn(4096, 4096, device="cuda")
     for _ in range(20):
@@ -283,8 +302,9 @@ def test_repeats_bit_for_bit_beside_other_work() -> None:
             assert torch.equal(x, y)
 
 
-def test_never_waits_for_the_device_and_never_builds_for_other_lengths() -> None:
-    case = Case(heads=1, channels=64, q_heads=4, dim=64)
+@EITHER
+def test_never_waits_for_the_device_and_never_builds_for_other_lengths(everywhere: bool) -> None:
+    case = Case(heads=1, channels=64, q_heads=4, dim=64, everywhere=everywhere)
     inputs = Inputs.random(case)
     want = inputs.run()
     others = [Inputs.random(replace(case, lengths=n, topk=k)) for n, k in (((5,), 1), ((31,) * 30, 7), ((3999,), 100))]
@@ -301,14 +321,17 @@ def test_never_waits_for_the_device_and_never_builds_for_other_lengths() -> None
         assert torch.equal(a, b)
 
 
-def test_captured_in_a_graph() -> None:
-    inputs, later = (Inputs.random(Case(topk=64, lengths=(900,)), seed=seed) for seed in (0, 1))
+@EITHER
+def test_captured_in_a_graph(everywhere: bool) -> None:
+    case = Case(topk=64, lengths=(900,), everywhere=everywhere)
+    inputs, later = (Inputs.random(case, seed=seed) for seed in (0, 1))
     indexer_kl_tilelang(*inputs.arguments, **inputs.settings)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         got = indexer_kl_tilelang(*inputs.arguments, **inputs.settings)
     for target, source in zip(inputs.arguments, later.arguments):
-        target.copy_(source)
+        if target is not None:
+            target.copy_(source)
     inputs.settings["valid"].copy_(later.settings["valid"])
     graph.replay()
     want = indexer_kl_tilelang(*later.arguments, **later.settings)
@@ -317,7 +340,8 @@ def test_captured_in_a_graph() -> None:
     assert torch.equal(want.k_blocks, got.k_blocks)
 
 
-def test_writes_stay_inside_their_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+@EITHER
+def test_writes_stay_inside_their_buffers(everywhere: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every tensor that the op allocates lies between guards, which are whole afterwards."""
     margin, sentinel, guarded = 4096, 77, []
     allocate = torch.empty
@@ -328,12 +352,12 @@ def test_writes_stay_inside_their_buffers(monkeypatch: pytest.MonkeyPatch) -> No
         guarded.append((everything, size))
         return everything[margin : margin + size].view(shape)
 
-    inputs = Inputs.random(Case(topk=64, lengths=(501, 300)))
+    inputs = Inputs.random(Case(topk=64, lengths=(501, 300), everywhere=everywhere))
     want = inputs.run()
     monkeypatch.setattr("mcore_patches.ops.indexer_kl.tilelang_selected.new_empty", between_guards)
     for a, b in zip(want, inputs.run()):
         assert torch.equal(a, b)
-    assert len(guarded) >= 10
+    assert len(guarded) >= (7 if everywhere else 10)
     for everything, size in guarded:
         assert (everything[:margin] == sentinel).all()
         assert (everything[margin + size :] == sentinel).all()
@@ -372,7 +396,6 @@ def test_declines_with_a_reason() -> None:
     inputs = Inputs.random(Case(lengths=(100,), dim=64, channels=64, heads=1))
     changes: tuple[tuple[int, Any, str], ...] = (
         (4, None, "lse is None"),
-        (5, None, "block_ids is None"),
         (0, inputs.q_idx.float(), "q_idx must be bfloat16 or float16"),
         (0, inputs.q_idx.repeat(1, 9, 1), "heads of q_idx must be at most 8"),
     )

@@ -1,6 +1,6 @@
 """Correctness, then times, of the kernels behind indexer_kl, in about 90 seconds on one H200.
 
-    python gpu_ci/kernels/kl_probe.py [--tokens 16384,65536,262144] [--skip-checks]
+    python gpu_ci/kernels/kl_probe.py [--tokens 16384,65536,262144] [--all-blocks 16384,65536] [--skip-checks]
 
 The checks are a part of gpu_ci/test_indexer_kl_kernels.py. Times are of loss and all gradients over selected blocks, at
 the sizes of the released model, on correlated and on random selections. RESULT lines come last again, together.
@@ -25,10 +25,13 @@ HEADS, CHANNELS, Q_HEADS, KV_HEADS, DIM, RATIO, TOPK = 4, 128, 24, 2, 256, 4, 51
 CHECKS = "(equals and (D256 or H3)) or chunks or left_out or no_mass or inside or bit_for_bit"
 
 
-def time_selected(tokens: int, kind: str) -> None:
+def time_loss(tokens: int, kind: str) -> None:
     from mcore_patches.ops.indexer_kl.tilelang_backend import indexer_kl_tilelang
 
-    ids = block_selection(tokens, kind, topk=TOPK, block_size=RATIO, rows_at_once=1024 if tokens <= 65536 else 256)
+    ids = None
+    if kind != "all":
+        at_once = 1024 if tokens <= 65536 else 256
+        ids = block_selection(tokens, kind, topk=TOPK, block_size=RATIO, rows_at_once=at_once)
     torch.cuda.empty_cache()
     bf16 = {"device": "cuda", "dtype": torch.bfloat16}
     q_idx, k_blocks = torch.randn(tokens, HEADS, CHANNELS, **bf16), torch.randn(tokens // RATIO, CHANNELS, **bf16)
@@ -55,6 +58,7 @@ def time_selected(tokens: int, kind: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tokens", default="16384,65536,262144")
+    parser.add_argument("--all-blocks", default="16384,65536")
     parser.add_argument("--skip-checks", action="store_true")
     arguments = parser.parse_args()
     started = time.time()
@@ -62,7 +66,9 @@ def main() -> None:
         run_tests("gpu_ci/test_indexer_kl_kernels.py", CHECKS, 75)
     for tokens in map(int, arguments.tokens.split(",")):
         for kind in reversed(KINDS) if tokens <= 65536 else ("correlated",):
-            time_selected(tokens, kind)
+            time_loss(tokens, kind)
+    for tokens in map(int, arguments.all_blocks.split(",")):
+        time_loss(tokens, "all")
     print("\n=== " + "\n".join(["results", *LINES, f"[{time.time() - started:.0f} s]"]))
     sys.exit(any("FAIL" in line for line in LINES))
 

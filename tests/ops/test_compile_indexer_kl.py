@@ -9,9 +9,11 @@ import torch
 from mcore_patches.ops.device import HOPPER, HOPPER_SHARED_BYTES
 from mcore_patches.ops.indexer_kl.design import (
     CHUNK_BYTES,
+    QUERY_GRADIENT_ROWS,
     ROWS_PER_WORD,
     Shape,
     rows_at_once,
+    rows_of_all_blocks,
     shape_of,
     student_shared_bytes,
     teacher_shared_bytes,
@@ -87,6 +89,26 @@ def test_other_kernels_fit(name: str, arch: str) -> None:
     assert report.spilled == 0
 
 
+@needs_nvcc
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+def test_rows_kernel_fits(arch: str) -> None:
+    report = report_of(shape_with(topk=None), "rows", arch)
+    assert report.shared_bytes <= 4096
+    assert report.spilled == 0
+
+
+@needs_nvcc
+@pytest.mark.parametrize("changes", [{}, LARGE | {"topk": None, "weighted": True}], ids=["real", "large-weights"])
+@pytest.mark.parametrize("name", ["query_gradient", "key_gradient"])
+def test_gradient_kernels_fit(name: str, changes: dict[str, Any]) -> None:
+    report = report_of(shape_with(**({"topk": None} | changes)), name)
+    assert report.shared_bytes + 1024 <= HOPPER_SHARED_BYTES
+    assert report.spilled <= 64
+    assert report.warnings == ()
+    consumer, producer = report.split
+    assert 2 * consumer + producer <= 3 * report.registers
+
+
 def test_few_shapes_serve_every_number_of_columns() -> None:
     assert shape_with(topk=1) == shape_with(topk=512) != shape_with(topk=513)
 
@@ -101,6 +123,7 @@ def test_slots_are_what_fits_beside_the_queries(q_heads: int, dim: int, slots: i
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
+        ({"topk": None, "index_dtype": torch.float16}, "must be bfloat16 where block_ids is None, got float16"),
         ({"arch": "sm_80"}, "written for sm_90a, this GPU is sm_80"),
         ({"arch": "sm_100a"}, "this GPU is sm_100a"),
         ({"index_dtype": torch.float32}, "q_idx must be bfloat16 or float16, got float32"),
@@ -127,3 +150,8 @@ def test_chunks_are_bounded_and_whole_words() -> None:
         assert at_once - ROWS_PER_WORD < rows
         assert (at_once - ROWS_PER_WORD) * topk * 64 <= CHUNK_BYTES
     assert rows_at_once(262144, 512, 65536) > 8192
+    for rows, width in ((1, 128), (700, 256), (65536, 16384), (262144, 65536)):
+        at_once = rows_of_all_blocks(rows, width)
+        assert at_once % QUERY_GRADIENT_ROWS == 0
+        assert at_once - QUERY_GRADIENT_ROWS < rows
+        assert (at_once - QUERY_GRADIENT_ROWS) * width * 10 <= 2 * CHUNK_BYTES
