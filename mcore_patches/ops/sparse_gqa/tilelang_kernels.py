@@ -19,8 +19,7 @@ OWN_BARRIERS = {"tl.disable_thread_storage_sync": True, "tl.disable_warp_special
 FAST_MATH = {**OWN_BARRIERS, "tl.enable_fast_math": True}
 # Every access is guarded by hand.
 GUARDED = {**FAST_MATH, "tl.disable_safe_memory_legalize": True}
-# The kernels for any GPU leave barriers to TileLang.
-PLAIN = {"tl.disable_warp_specialized": True, "tl.disable_tma_lower": True, "tl.enable_fast_math": True}
+PLAIN = {**FAST_MATH, "tl.disable_tma_lower": True}
 # Blocks that are put in order in one pass over a row's ids, in words of 32.
 ORDER_WORDS = 2048
 # Kernels compile side by side, but are traced into TileLang's intermediate form one at a time.
