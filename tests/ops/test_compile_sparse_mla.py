@@ -59,6 +59,7 @@ def plain(arch: str, part: str, width: int, **arguments: Any) -> Case:
 CASES = [
     hopper("tilelang_forward", "forward_kernel", width=576, value_width=512),
     hopper("tilelang_backward", "backward_kernel", width=576, value_width=512, reduction="atomic"),
+    hopper("tilelang_backward", "backward_kernel", width=576, value_width=512, reduction="atomic", head_rows=16),
     hopper("tilelang_backward", "backward_kernel", width=512, value_width=512, reduction="store"),
     hopper("tilelang_delta", "delta_kernel", value_width=512),
     hopper("tilelang_extent", "extent_kernel"),

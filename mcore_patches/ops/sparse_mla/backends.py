@@ -6,8 +6,7 @@ The kernels are this package's module `tilelang_kernels`, imported when first ne
     forward(q, kv, indices, scale, v_channels) -> (out, lse)
     backward(q, kv, indices, out, lse, dout, scale, v_channels, deterministic) -> (dq, dkv)
 
-on the tensors of `sparse_mla`, none of the results sharing memory with an argument. A text `UNPROVEN` in it keeps
-`backend="auto"` away from the kernels and is the reason given.
+on the tensors of `sparse_mla`, none of the results sharing memory with an argument.
 """
 
 import functools
@@ -33,8 +32,6 @@ def resolve_backend(
     if backend in ("naive", "chunked"):
         return backend, "asked for by name"
     supported, reason = supports(q, kv, indices, v_channels=v_channels)
-    if supported and backend == "auto" and (unproven := _unproven()):
-        return "chunked", unproven
     name = resolve(OP, backend, (supported, reason))
     return name, "the kernels take these arguments" if supported else reason
 
@@ -50,13 +47,6 @@ def supports(q: Tensor, kv: Tensor, indices: Tensor, *, v_channels: int = 512) -
     from mcore_patches.ops.sparse_mla import tilelang_kernels
 
     return tilelang_kernels.supports(q, kv, indices, v_channels)
-
-
-def _unproven() -> str:
-    """Why kernels that take the arguments run only when they are asked for by name, or nothing."""
-    from mcore_patches.ops.sparse_mla import tilelang_kernels
-
-    return getattr(tilelang_kernels, "UNPROVEN", "")
 
 
 @torch.compiler.assume_constant_result

@@ -17,6 +17,7 @@ LOG2E = 1.4426950408889634
 
 HEADS_PER_BLOCK = 64  # the M of one wgmma
 KEYS_PER_BLOCK = 64
+PIECE = 64  # channels of dKV that one product makes
 WGMMA_COLUMNS = 8  # of one 8-column tile of an accumulator each thread of a quad holds two columns
 LANES_OF_KEY = 4  # of a warp, that hold one row of an accumulator: a quad
 REDUCTIONS = ("atomic", "store")
@@ -38,7 +39,7 @@ def group(reduction: str) -> int:
     return 16 if reduction == "atomic" else 32
 
 
-def backward_kernel(width: int, value_width: int, reduction: str, strided: bool = False):
+def backward_kernel(width: int, value_width: int, reduction: str, strided: bool = False, head_rows: int = 64):
     """Builds the prim_func of dQ (bf16) and of the rows' parts of dKV, their channels reordered by `group`.
 
     With reduction "atomic" the parts are added to `DKV` [batch, keys, width], fp32, and `Slots` is `Indices`. With
@@ -46,11 +47,12 @@ def backward_kernel(width: int, value_width: int, reduction: str, strided: bool 
     Slots[row, k] * (number of head blocks) + j; a negative slot marks an id to ignore.
     Extent[b, row] is the number of leading ids of a row that are read; KV may have any strides that are multiples of 8,
     Q and DOut too if `strided`.
+    The products that sum over heads take `head_rows` (16, 32 or 64) of a block's heads; beyond them there must be none.
     """
     batch, rows, heads, keys, topk = (T.dynamic(n) for n in ("batch", "rows", "heads", "keys", "topk"))
     slots = T.dynamic("slots")
     kv_strides = [T.dynamic(f"kv_stride_{n}", "int64") for n in range(2)]
-    HB, KB = HEADS_PER_BLOCK, KEYS_PER_BLOCK
+    HB, KB, HT = HEADS_PER_BLOCK, KEYS_PER_BLOCK, head_rows
     tail = width - value_width
     dtype, accum = T.bfloat16, T.float32
 
@@ -72,13 +74,13 @@ def backward_kernel(width: int, value_width: int, reduction: str, strided: bool 
             DKV[b, target, T.Ramp(channel, 1, run)] = values[T.Ramp(0, 1, run)]
 
     @T.macro
-    def scatter(DKV, b, even, odd, frag, mine, first, second, column, columns):
+    def scatter(DKV, b, even, odd, piece, mine, first, second, column):
         # Two neighbouring keys lie four lanes apart. Their lanes swap halves, so that eight lanes write one line of 128
-        # bytes at once, of the even key first and then of the odd one: half lines cost a fifth more (see the notes).
-        for k, g, c in T.Parallel(KB, columns // (2 * columns_of_group), 4):
+        # bytes at once, of the even key first and then of the odd one: by half lines it takes a fifth longer.
+        for k, g, c in T.Parallel(KB, PIECE // (2 * columns_of_group), 4):
             for t in T.unroll(2 * columns_of_group // WGMMA_COLUMNS):
                 for e in T.unroll(2):
-                    mine[2 * t + e] = frag[k, 2 * g * columns_of_group + t * WGMMA_COLUMNS + 2 * c + e]
+                    mine[2 * t + e] = piece[k, 2 * g * columns_of_group + t * WGMMA_COLUMNS + 2 * c + e]
             for j in T.unroll(run):
                 other = T.shfl_xor(T.if_then_else(k % 2 == 0, mine[run + j], mine[j]), LANES_OF_KEY)
                 first[j] = T.cast(T.if_then_else(k % 2 == 0, mine[j], other), dkv_dtype)
@@ -94,6 +96,14 @@ def backward_kernel(width: int, value_width: int, reduction: str, strided: bool 
         for k in T.Parallel(KB):
             even[k] = targets[stage, k - k % 2]
             odd[k] = targets[stage, k - k % 2 + 1]
+
+    @T.macro
+    def multiply(piece, column, p_shared, ds_shared, do_shared, q_shared):
+        # Zeros, not clear_accum: so the compiler sees that what the registers held is dead.
+        T.fill(piece, 0)
+        if column < value_width:
+            T.wgmma_gemm(p_shared[0:HT, :], do_shared[0:HT, column : column + PIECE], piece, transpose_A=True)
+        T.wgmma_gemm(ds_shared[0:HT, :], q_shared[0:HT, column : column + PIECE], piece, transpose_A=True)
 
     def destination(Slots, b, row, k, key, head_block, head_blocks):
         return key if reduction == "atomic" else Slots[b, row, k] * head_blocks + head_block
@@ -138,8 +148,8 @@ def backward_kernel(width: int, value_width: int, reduction: str, strided: bool 
             mine_right = T.alloc_local([2 * run], accum)
             first_right = T.alloc_local([run], dkv_dtype)
             second_right = T.alloc_local([run], dkv_dtype)
-            dkv_left = T.alloc_fragment([KB, 128], accum)
-            dkv_right = T.alloc_fragment([KB, 64], accum)
+            left_0 = T.alloc_fragment([KB, PIECE], accum)
+            right_0 = T.alloc_fragment([KB, PIECE], accum)
 
             q_ready = T.alloc_barrier(arrive_count=128)
             kv_ready = T.alloc_barrier(arrive_count=256)
@@ -183,21 +193,31 @@ def backward_kernel(width: int, value_width: int, reduction: str, strided: bool 
                     T.fence_proxy_async()
                     T.barrier_arrive(p_ready)
                     T.barrier_wait(p_ready, i & 1)
-                    T.wgmma_gemm(p_shared, do_shared[:, 0:128], dkv_left, transpose_A=True, clear_accum=True)
+                    T.fill(left_0, 0)
+                    T.wgmma_gemm(p_shared[0:HT, :], do_shared[0:HT, 0:PIECE], left_0, transpose_A=True)
                     T.barrier_wait(ds_ready, i & 1)
                     T.wgmma_gemm(ds_shared, kv_shared[:, 0:128], dq_0)
                     T.wgmma_gemm(ds_shared, kv_shared[:, 128:256], dq_1)
-                    T.wgmma_gemm(ds_shared, q_shared[:, 0:128], dkv_left, transpose_A=True)
+                    T.wgmma_gemm(ds_shared[0:HT, :], q_shared[0:HT, 0:PIECE], left_0, transpose_A=True)
                     T.wait_wgmma(1)
                     copy_targets(targets, i & 1, even_left, odd_left)
                     T.barrier_arrive(kv_free)
                     T.wait_wgmma(0)
-                    scatter(DKV, b, even_left, odd_left, dkv_left, mine_left, first_left, second_left, 0, 128)
-                    T.wgmma_gemm(p_shared, do_shared[:, 128:256], dkv_left, transpose_A=True, clear_accum=True)
-                    T.wgmma_gemm(ds_shared, q_shared[:, 128:256], dkv_left, transpose_A=True)
+                    scatter(DKV, b, even_left, odd_left, left_0, mine_left, first_left, second_left, 0)
+                    multiply(left_0, 64, p_shared, ds_shared, do_shared, q_shared)
                     T.wait_wgmma(0)
+                    scatter(DKV, b, even_left, odd_left, left_0, mine_left, first_left, second_left, 64)
+                    multiply(left_0, 128, p_shared, ds_shared, do_shared, q_shared)
+                    T.wait_wgmma(0)
+                    scatter(DKV, b, even_left, odd_left, left_0, mine_left, first_left, second_left, 128)
+                    multiply(left_0, 192, p_shared, ds_shared, do_shared, q_shared)
+                    T.wait_wgmma(0)
+                    scatter(DKV, b, even_left, odd_left, left_0, mine_left, first_left, second_left, 192)
+                    if tail > 0:
+                        multiply(left_0, 512, p_shared, ds_shared, do_shared, q_shared)
+                        T.wait_wgmma(0)
+                        scatter(DKV, b, even_left, odd_left, left_0, mine_left, first_left, second_left, 512)
                     T.barrier_arrive(pds_free)
-                    scatter(DKV, b, even_left, odd_left, dkv_left, mine_left, first_left, second_left, 128, 128)
                 T.barrier_wait(pds_free, (blocks & 1) ^ 1)
                 T.copy(dq_0, q_shared[:, 0:128])
                 T.copy(dq_1, q_shared[:, 128:256])
@@ -206,7 +226,7 @@ def backward_kernel(width: int, value_width: int, reduction: str, strided: bool 
                 T.copy(q_shared[:, 0:256], DQ[b, row, h0 : h0 + HB, 0:256])
             elif tx >= 128 and tx < 256:
                 T.set_max_nreg(240, 1)
-                dq_tail = T.alloc_fragment([HB, 64], accum)
+                dq_tail = T.alloc_fragment([HB, tail], accum)
                 for h in T.Parallel(HB):
                     delta[h] = 0.0
                     if h0 + h < heads:
@@ -218,11 +238,13 @@ def backward_kernel(width: int, value_width: int, reduction: str, strided: bool 
                 T.barrier_wait(q_ready, 0)
                 for i in T.serial(blocks):
                     T.barrier_wait(kv_ready, i & 1)
-                    T.wgmma_gemm(do_shared, kv_shared[:, 0:value_width], dp, transpose_B=True, clear_accum=True)
+                    for h, k in T.Parallel(HB, KB):
+                        dp[h, k] = -delta[h]
+                    T.wgmma_gemm(do_shared, kv_shared[:, 0:value_width], dp, transpose_B=True)
                     T.wait_wgmma(0)
                     T.barrier_wait(p_ready, i & 1)
                     for h, k in T.Parallel(HB, KB):
-                        dp[h, k] = T.cast(p_shared[h, k], accum) * (dp[h, k] - delta[h]) * scale
+                        dp[h, k] = T.cast(p_shared[h, k], accum) * dp[h, k] * scale
                     T.copy(dp, ds_shared)
                     T.fence_proxy_async()
                     T.barrier_arrive(ds_ready)
@@ -231,31 +253,22 @@ def backward_kernel(width: int, value_width: int, reduction: str, strided: bool 
                     T.wgmma_gemm(ds_shared, kv_shared[:, 384:512], dq_3)
                     if tail > 0:
                         T.wgmma_gemm(ds_shared, kv_shared[:, 512:576], dq_tail)
-                    T.wgmma_gemm(p_shared, do_shared[:, 256:320], dkv_right, transpose_A=True, clear_accum=True)
-                    T.wgmma_gemm(ds_shared, q_shared[:, 256:320], dkv_right, transpose_A=True)
+                    multiply(right_0, 256, p_shared, ds_shared, do_shared, q_shared)
                     T.wait_wgmma(2)
                     copy_targets(targets, i & 1, even_right, odd_right)
                     T.barrier_arrive(kv_free)
                     T.wait_wgmma(0)
-                    scatter(DKV, b, even_right, odd_right, dkv_right, mine_right, first_right, second_right, 256, 64)
-                    for c in T.unroll(3):
-                        T.wgmma_gemm(
-                            p_shared,
-                            do_shared[:, 320 + c * 64 : 384 + c * 64],
-                            dkv_right,
-                            transpose_A=True,
-                            clear_accum=True,
-                        )
-                        T.wgmma_gemm(ds_shared, q_shared[:, 320 + c * 64 : 384 + c * 64], dkv_right, transpose_A=True)
-                        T.wait_wgmma(0)
-                        if tail == 0 and c == 2:
-                            T.barrier_arrive(pds_free)
-                        scatter(DKV, b, even_right, odd_right, dkv_right, mine_right, first_right, second_right, 320 + c * 64, 64)
-                    if tail > 0:
-                        T.wgmma_gemm(ds_shared, q_shared[:, 512:576], dkv_right, transpose_A=True, clear_accum=True)
-                        T.wait_wgmma(0)
-                        T.barrier_arrive(pds_free)
-                        scatter(DKV, b, even_right, odd_right, dkv_right, mine_right, first_right, second_right, 512, 64)
+                    scatter(DKV, b, even_right, odd_right, right_0, mine_right, first_right, second_right, 256)
+                    multiply(right_0, 320, p_shared, ds_shared, do_shared, q_shared)
+                    T.wait_wgmma(0)
+                    scatter(DKV, b, even_right, odd_right, right_0, mine_right, first_right, second_right, 320)
+                    multiply(right_0, 384, p_shared, ds_shared, do_shared, q_shared)
+                    T.wait_wgmma(0)
+                    scatter(DKV, b, even_right, odd_right, right_0, mine_right, first_right, second_right, 384)
+                    multiply(right_0, 448, p_shared, ds_shared, do_shared, q_shared)
+                    T.wait_wgmma(0)
+                    T.barrier_arrive(pds_free)
+                    scatter(DKV, b, even_right, odd_right, right_0, mine_right, first_right, second_right, 448)
                 T.barrier_wait(pds_free, (blocks & 1) ^ 1)
                 T.copy(dq_2, q_shared[:, 256:384])
                 T.copy(dq_3, q_shared[:, 384:512])
