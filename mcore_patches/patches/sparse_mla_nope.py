@@ -27,6 +27,8 @@ log = logging.getLogger("mcore_patches")
 # What the installed kernels are built for (megatron-core 0.19: ops/tilelang_sparse_mla_fwd.py).
 KERNEL_WIDTH, V_CHANNELS, MIN_HEADS, TOPK_MULTIPLE = 576, 512, 16, 64
 WIDTHS = (512, 576)
+UNDECIDABLE = "undecidable: it declines width 576 with top-k 64, which every version takes"
+DENSE = "a dense fp32 softmax over [b, heads, sq, skv]"
 
 
 def declines(query: Any, key: Any, topk_indices: Any, v_channels: int) -> str | None:
@@ -72,7 +74,7 @@ def build(below: Below) -> Callable[..., Any]:
         if on_kernel and kernel is None:
             reason = "SparseMLA is not importable here (is tilelang installed?)"
         if reason is not None:
-            _decline(counters, reason, query, key, topk_indices, is_compiling())
+            count_decline(counters, reason, query, key, topk_indices, DENSE, dense_bytes(query, key))
             return None
 
         heads, width = query.size(2), query.size(3)
@@ -171,20 +173,27 @@ def _short(dtype: Any) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _decline(counters: Any, reason: str, query: Any, key: Any, topk_indices: Any, compiling: bool) -> None:
+def count_decline(
+    counters: Any, reason: str, query: Any, key: Any, topk_indices: Any, fallback: str, fallback_bytes: int
+) -> None:
     """Count the decline and warn, except under torch.compile, where only MCORE_PATCHES_ON_DECLINE=raise is obeyed."""
+    import torch
+
     from mcore_patches.overlay import settings
 
-    if compiling and settings.on_decline() != "raise":
+    if torch.compiler.is_compiling() and settings.on_decline() != "raise":
         return
-    four = query.ndim == 4 and key.ndim == 4
-    sq, b, heads = (query.size(0), query.size(1), query.size(2)) if four else (0, 0, 0)
     top_k = _rounded(topk_indices.size(-1)) if topk_indices.ndim else 0
     shape_class = f"query {_shape(query)}, key {_shape(key)}, top-k up to {top_k}, {_short(query.dtype)}"
-    dense = 4 * b * heads * sq * key.size(0) if four else 0
-    counters.decline(
-        reason, shape_class=shape_class, fallback="a dense fp32 softmax over [b, heads, sq, skv]", fallback_bytes=dense
-    )
+    counters.decline(reason, shape_class=shape_class, fallback=fallback, fallback_bytes=fallback_bytes)
+
+
+def dense_bytes(query: Any, key: Any) -> int:
+    """What megatron's own path allocates for the scores [b, heads, sq, skv] in fp32."""
+    if query.ndim != 4 or key.ndim != 4:
+        return 0
+    sq, b, heads, _ = query.shape
+    return 4 * b * heads * sq * key.size(0)
 
 
 def _shape(tensor: Any) -> str:
@@ -198,31 +207,41 @@ def _rounded(n: int) -> int:
 
 
 def probe(probing: Probing) -> Finding:
-    """Call a copy of the installed function with a stand-in for SparseMLA on CPU zeros: a result means that it pads.
+    """Whether the installed function pads: a result for an input that the kernel does not take means that it does."""
+    trial = trial_of(probing)
+    if not trial(KERNEL_WIDTH, TOPK_MULTIPLE)[0]:
+        return Finding(False, UNDECIDABLE)
+    (width, _), (topk, _) = trial(512, TOPK_MULTIPLE), trial(KERNEL_WIDTH, TOPK_MULTIPLE + 1)
+    verbs = ["takes" if taken else "declines" for taken in (width, topk)]
+    return Finding(width and topk, f"it {verbs[0]} width 512 and {verbs[1]} an unaligned top-k of 65")
 
-    The module's own functions are copied with it, so that helpers see the stand-in too; nothing of the module changes.
+
+def trial_of(probing: Probing) -> Callable[[int, int], tuple[bool, bool]]:
+    """(width, top-k) -> whether a copy of the installed function returned a result, and whether it called SparseMLA.
+
+    It gets CPU zeros and a stand-in for SparseMLA. The module's own functions are copied with it, so that helpers see
+    the stand-in too; nothing of the module changes.
     """
     import torch
 
     (module,), (original,) = probing.modules.values(), probing.originals.values()
+    calls = []
 
     class FakeSparseMLA:
         @staticmethod
         def apply(q: torch.Tensor, *rest: Any, **options: Any) -> tuple[Any, Any]:
+            calls.append(q.shape)
             return q[..., :V_CHANNELS], q[..., 0].float()
 
     function = _with_globals(module, original, SparseMLA=FakeSparseMLA)
 
-    def runs(width: int, topk: int) -> bool:
+    def trial(width: int, topk: int) -> tuple[bool, bool]:
+        calls.clear()
         zeros = torch.zeros(8, 1, MIN_HEADS, width, dtype=torch.bfloat16)
         out = function(zeros, zeros[:, :, :1], torch.zeros(1, 8, topk, dtype=torch.int32), 1.0, V_CHANNELS)
-        return out is not None and tuple(out.shape) == (8, 1, MIN_HEADS, V_CHANNELS)
+        return out is not None and tuple(out.shape) == (8, 1, MIN_HEADS, V_CHANNELS), bool(calls)
 
-    if not runs(KERNEL_WIDTH, TOPK_MULTIPLE):
-        return Finding(False, "undecidable: it declines width 576 with top-k 64, which every version takes")
-    width, topk = runs(512, TOPK_MULTIPLE), runs(KERNEL_WIDTH, TOPK_MULTIPLE + 1)
-    verbs = ["takes" if taken else "declines" for taken in (width, topk)]
-    return Finding(width and topk, f"it {verbs[0]} width 512 and {verbs[1]} an unaligned top-k of 65")
+    return trial
 
 
 def _with_globals(module: ModuleType, function: Any, **changed: Any) -> Callable[..., Any]:
