@@ -6,15 +6,18 @@ from typing import Any
 import pytest
 import torch
 
+from mcore_patches.ops.block_topk.design import REGISTERS
 from mcore_patches.ops.device import HOPPER, HOPPER_SHARED_BYTES
 from mcore_patches.ops.indexer_kl.design import (
     CHUNK_BYTES,
     QUERY_GRADIENT_ROWS,
     ROWS_PER_WORD,
+    STUDENT_THREADS,
     Shape,
     rows_at_once,
     rows_of_all_blocks,
     shape_of,
+    student_blocks_per_sm,
     student_shared_bytes,
     teacher_shared_bytes,
     teacher_slots,
@@ -38,6 +41,7 @@ REAL: dict[str, Any] = {
     "topk": 512,
     "weighted": False,
     "relu": True,
+    "ranks": False,
 }
 LARGE = {"heads": 8, "channels": 256, "topk": 4096, "ratio": 1, "q_heads": 32, "kv_heads": 1, "dim": 128}
 SMALL = {"heads": 3, "channels": 64, "q_heads": 2, "dim": 64, "ratio": 16, "dtype": torch.float16, "relu": False}
@@ -56,7 +60,7 @@ def report_of(shape: Shape, name: str, arch: str = HOPPER, **extra: Any) -> Repo
 
 @needs_nvcc
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
-@pytest.mark.parametrize("changes", [{}, LARGE, SMALL], ids=["real", "large", "small"])
+@pytest.mark.parametrize("changes", [{}, LARGE, SMALL, {"ranks": True}], ids=["real", "large", "small", "ranks"])
 def test_teacher_fits(changes: dict[str, Any], arch: str) -> None:
     shape = shape_with(**changes)
     report = report_of(shape, "teacher", arch, wgmma=arch == HOPPER)
@@ -76,13 +80,14 @@ def test_teacher_fits(changes: dict[str, Any], arch: str) -> None:
 def test_student_fits(changes: dict[str, Any], arch: str) -> None:
     shape = shape_with(**changes)
     report = report_of(shape, "student", arch)
+    assert report.registers * STUDENT_THREADS * student_blocks_per_sm(shape) <= REGISTERS
     assert report.shared_bytes <= student_shared_bytes(shape) <= HOPPER_SHARED_BYTES
     assert report.spilled == 0
 
 
 @needs_nvcc
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
-@pytest.mark.parametrize("name", ["union", "blocks", "mark", "rank", "locate"])
+@pytest.mark.parametrize("name", ["union", "gather", "blocks", "mark", "rank", "locate"])
 def test_other_kernels_fit(name: str, arch: str) -> None:
     report = report_of(shape_with(), name, arch)
     assert report.shared_bytes <= 100 * 1024
@@ -145,13 +150,14 @@ def test_declines_with_a_reason(changes: dict[str, Any], reason: str) -> None:
 
 def test_chunks_are_bounded_and_whole_words() -> None:
     for rows, topk, blocks in ((1, 1, 1), (700, 512, 175), (262144, 512, 65536), (2**20, 512, 262144)):
-        at_once = rows_at_once(rows, topk, blocks)
-        assert at_once % ROWS_PER_WORD == 0
-        assert at_once - ROWS_PER_WORD < rows
-        assert (at_once - ROWS_PER_WORD) * topk * 64 <= CHUNK_BYTES
-    assert rows_at_once(262144, 512, 65536) > 8192
+        for masses in (1, 4):
+            at_once = rows_at_once(rows, topk, blocks, masses)
+            assert at_once % ROWS_PER_WORD == 0
+            assert at_once - ROWS_PER_WORD < rows
+            assert (at_once - ROWS_PER_WORD) * topk * 4 * (8 + 9 * masses) <= CHUNK_BYTES
+    assert rows_at_once(262144, 512, 65536, 1) > 8192
     for rows, width in ((1, 128), (700, 256), (65536, 16384), (262144, 65536)):
-        at_once = rows_of_all_blocks(rows, width)
+        at_once = rows_of_all_blocks(rows, width, 1)
         assert at_once % QUERY_GRADIENT_ROWS == 0
         assert at_once - QUERY_GRADIENT_ROWS < rows
         assert (at_once - QUERY_GRADIENT_ROWS) * width * 10 <= 2 * CHUNK_BYTES

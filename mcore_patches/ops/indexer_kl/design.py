@@ -4,7 +4,12 @@ from dataclasses import dataclass
 
 import torch
 
-from mcore_patches.ops.block_topk.design import ALIGNMENT, topk_capacity
+from mcore_patches.ops.block_topk.design import (
+    ALIGNMENT,
+    RESERVED_BYTES,
+    SHARED_BYTES_OF_A_MULTIPROCESSOR,
+    topk_capacity,
+)
 from mcore_patches.ops.device import BARRIER_BYTES, HOPPER
 
 TILE_ROWS = 8  # rows that share what they select: the narrowest step of a matrix unit's columns
@@ -28,7 +33,7 @@ CHUNK_BYTES = 512 * 2**20  # of what is kept for a chunk of rows
 @dataclass(frozen=True)
 class Shape:
     """What the code of the kernels depends on, beside the architecture. heads, channels: of the indexer; capacity:
-    see `topk_capacity`, 0 for all visible blocks."""
+    see `topk_capacity`, 0 for all visible blocks; ranks: the heads of several ranks are summed."""
 
     heads: int
     channels: int
@@ -41,6 +46,12 @@ class Shape:
     dtype: str
     weighted: bool
     relu: bool
+    ranks: bool
+
+    @property
+    def masses_of_a_block(self) -> int:
+        """The sum over ranks comes before the largest of a block's tokens: until then each has its own."""
+        return self.ratio if self.ranks else 1
 
 
 def shape_of(
@@ -58,6 +69,7 @@ def shape_of(
     topk: int | None,
     weighted: bool,
     relu: bool,
+    ranks: bool,
 ) -> Shape | str:
     """The shape that kernels are built for, or the reason why they do not take these arguments.
 
@@ -98,6 +110,7 @@ def shape_of(
         dtype=DTYPES[dtype],
         weighted=weighted,
         relu=relu,
+        ranks=ranks,
     )
 
 
@@ -114,18 +127,26 @@ def teacher_slots(shared_bytes: int, q_heads: int, dim: int) -> int:
 
 
 def student_shared_bytes(shape: Shape) -> int:
-    """Shared memory of the student: score, mass and heads of each block; each warp's share of the query's gradient."""
+    """Shared memory of the student: number, score, mass and heads of each block; each warp's share of the query's
+    gradient."""
     warps = STUDENT_THREADS // 32
-    return 4 * (3 * shape.capacity + warps + warps * shape.heads * shape.channels)
+    return 4 * (4 * shape.capacity + warps + warps * shape.heads * shape.channels)
 
 
-def rows_at_once(rows: int, topk: int, num_blocks: int) -> int:
+def student_blocks_per_sm(shape: Shape) -> int:
+    """Blocks of threads that a multiprocessor takes: three have 80 registers a thread each, enough for four heads."""
+    by_memory = SHARED_BYTES_OF_A_MULTIPROCESSOR // (student_shared_bytes(shape) + RESERVED_BYTES)
+    return min(by_memory, 3 if shape.heads <= 4 else 1)
+
+
+def rows_at_once(rows: int, topk: int, num_blocks: int, masses: int) -> int:
     """Rows whose pairs with blocks are kept at once: whole words of bits.
 
-    Of each pair the block, its place in the union, its number, row, coefficient, heads and multiplicity; its token in
-    the list of the tile and, for each row of the tile, its mass. Of each row bits and counts for every block.
+    Of each pair the block, its place in the union, its number, row, coefficient, heads and multiplicity, and `masses`;
+    its token in the list of the tile and, for each row of the tile, `masses`. Of each row bits and counts for every
+    block.
     """
-    row_bytes = topk * 4 * (7 + 1 + TILE_ROWS) + 2 * 4 * num_blocks // ROWS_PER_WORD
+    row_bytes = topk * 4 * (8 + masses * (TILE_ROWS + 1)) + 2 * 4 * num_blocks // ROWS_PER_WORD
     most = min(CHUNK_BYTES // row_bytes, rows)
     return max(1, -(-most // ROWS_PER_WORD)) * ROWS_PER_WORD
 
@@ -145,10 +166,10 @@ def gradient_tiles(channels: int) -> GradientTiles:
     return GradientTiles(blocks=128 if narrow else 64, stages=2, slots=4 if narrow else 2)
 
 
-def rows_of_all_blocks(rows: int, width: int) -> int:
-    """Rows whose mass, score, gradient and largest score of eight against `width` blocks are held at once: whole
+def rows_of_all_blocks(rows: int, width: int, masses: int) -> int:
+    """Rows whose `masses`, score, gradient and largest score of eight against `width` blocks are held at once: whole
     tiles. Twice the memory of a selection's chunk, as a tile of the teacher takes long."""
-    row_bytes = width * (4 + 4 + 2) + width // 2
+    row_bytes = width * (4 * (masses + (masses > 1)) + 4 + 2) + width // 2
     most = min(2 * CHUNK_BYTES // row_bytes, rows)
     return max(1, -(-most // QUERY_GRADIENT_ROWS)) * QUERY_GRADIENT_ROWS
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from mcore_patches.ops.block_topk import design as score_design
@@ -45,6 +46,7 @@ def over_all_blocks(
     *,
     scale: float,
     index_scale: float,
+    tp_group: dist.ProcessGroup | None = None,
     row_chunk: int | None = None,
 ) -> Sums:
     """KL of each row and all gradients; `first_tokens [Nb]` int32 of blocks. `row_chunk` rows at once, a multiple of
@@ -59,8 +61,8 @@ def over_all_blocks(
     new = functools.partial(tilelang_selected.new_empty, device=k.device)
     sums = new_sums(rows, k_blocks, new)
     width = -(-num_blocks // WIDTH) * WIDTH
-    at_once = rows_of_all_blocks(num_rows, width) if row_chunk is None else row_chunk
-    all_mass = new(at_once // TILE_ROWS, width, TILE_ROWS, dtype=torch.float32)
+    at_once = rows_of_all_blocks(num_rows, width, shape.masses_of_a_block) if row_chunk is None else row_chunk
+    all_mass = new(at_once // TILE_ROWS, width * shape.masses_of_a_block, TILE_ROWS, dtype=torch.float32)
     all_keys = new(at_once, width, dtype=torch.int32)
     all_maxima = new(at_once, width // score_design.GROUP, dtype=torch.int32)
     all_gradients = new(at_once, width, dtype=torch.bfloat16)
@@ -75,6 +77,9 @@ def over_all_blocks(
             here.q, k, here.lse, begin, count, first_tokens, mass, scale,
             splits_of_a_tile(len(begin), device.multiprocessors),
         )  # fmt: skip
+        if tp_group is not None:
+            dist.all_reduce(mass, group=tp_group)
+            mass = mass.unflatten(1, (width, shape.ratio)).amax(dim=2)
         score(
             here.q_idx,
             k_blocks,

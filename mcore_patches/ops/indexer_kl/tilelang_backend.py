@@ -46,8 +46,6 @@ def supports(
         return False, "tilelang is not installed"
     if lse is None:
         return False, "lse is None: the kernels do not compute the attention's"
-    if tp_group is not None:
-        return False, "tp_group is given: the kernels sum the heads of one rank"
     if min(len(q), len(k), len(k_blocks)) == 0:
         sizes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, k_blocks {tuple(k_blocks.shape)}"
         return False, f"there is nothing to compare: {sizes}"
@@ -56,7 +54,7 @@ def supports(
     if max(len(q), len(k)) > LARGEST_INDEX:
         return False, f"tokens are numbered by int32, got q {tuple(q.shape)} and k {tuple(k.shape)}"
     device = device_of(q.device)
-    shape = _shape(device, q_idx, q, k, block_ids, ratio, weights, relu)
+    shape = _shape(device, q_idx, q, k, block_ids, ratio, weights, relu, tp_group)
     if isinstance(shape, str):
         return False, shape
     fault = failure(device, shape)
@@ -83,7 +81,7 @@ def indexer_kl_tilelang(
     relu: bool,
     valid: Tensor | None,
     reduction: str,
-    tp_group: None = None,
+    tp_group: dist.ProcessGroup | None = None,
     checked: bool = False,
     needs_grad: tuple[bool, bool, bool] = (True, True, True),
     row_chunk: int | None = None,
@@ -95,9 +93,8 @@ def indexer_kl_tilelang(
     Raises:
         KernelBuildError: a kernel does not compile; `supports` declines from then on.
     """
-    del tp_group
     device = device_of(q.device)
-    shape = _shape(device, q_idx, q, k, block_ids, ratio, weights, relu)
+    shape = _shape(device, q_idx, q, k, block_ids, ratio, weights, relu, tp_group)
     assert isinstance(shape, Shape)
     counted = row_pos >= 0 if valid is None else (row_pos >= 0) & valid
     number = counted.sum().clamp_(min=1) if reduction == "mean" else None
@@ -113,7 +110,12 @@ def indexer_kl_tilelang(
         count=complete_blocks(row_pos, ratio) * counted,
         weight=counted.float() if number is None else counted / number,
     )
-    settings: dict[str, Any] = {"scale": scale, "index_scale": index_scale, "row_chunk": row_chunk}
+    settings: dict[str, Any] = {
+        "scale": scale,
+        "index_scale": index_scale,
+        "tp_group": tp_group,
+        "row_chunk": row_chunk,
+    }
     tensors = readable(k_blocks), readable(k)
     if block_ids is None:
         first = first_tokens_of_visible_blocks(row_pos, row_start, row_block_start, ratio, len(k_blocks))
@@ -137,6 +139,7 @@ def _shape(
     ratio: int,
     weights: Tensor | None,
     relu: bool,
+    tp_group: dist.ProcessGroup | None,
 ) -> Shape | str:
     return shape_of(
         device.arch,
@@ -152,4 +155,5 @@ def _shape(
         topk=None if block_ids is None else block_ids.shape[1],
         weighted=weights is not None,
         relu=relu,
+        ranks=tp_group is not None,
     )

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mcore_patches.ops.device import Device
-from mcore_patches.ops.indexer_kl.design import Shape, gradient_tiles, teacher_slots
+from mcore_patches.ops.indexer_kl.design import Shape, gradient_tiles, student_blocks_per_sm, teacher_slots
 from mcore_patches.ops.jit import CACHE, build_together, compile_kernel
 
 OP = "indexer_kl"
@@ -27,14 +27,22 @@ def specifications(shape: Shape, shared_bytes: int) -> dict[str, Specification]:
     Those of all visible blocks are there where capacity is 0, those of selected blocks elsewhere.
     """
     index = {"heads": shape.heads, "channels": shape.channels, "weighted": shape.weighted}
-    attention = {"heads": shape.q_heads, "kv_heads": shape.kv_heads, "dim": shape.dim, "dtype": shape.dtype}
-    slots = teacher_slots(shared_bytes, shape.q_heads, shape.dim)
-    found = {"teacher": _specification("teacher", attention | {"ratio": shape.ratio, "slots": slots})}
+    attention: dict[str, Any] = {
+        "heads": shape.q_heads,
+        "kv_heads": shape.kv_heads,
+        "dim": shape.dim,
+        "dtype": shape.dtype,
+    }
+    attention |= {"ratio": shape.ratio, "per_token": shape.ranks}
+    attention["slots"] = teacher_slots(shared_bytes, shape.q_heads, shape.dim)
+    found = {"teacher": _specification("teacher", attention)}
     if shape.capacity:
         typed = index | {"dtype": shape.index_dtype}
+        row = {"capacity": shape.capacity, "relu": shape.relu, "blocks_per_sm": student_blocks_per_sm(shape)}
         return found | {
             "union": _specification("union", {"ratio": shape.ratio}),
-            "student": _specification("student", typed | {"capacity": shape.capacity, "relu": shape.relu}),
+            "gather": _specification("gather", {"width": shape.masses_of_a_block}),
+            "student": _specification("student", typed | row),
             "blocks": _specification("blocks", typed),
             **{name: (_ORDER, f"{name}_kernel", {}) for name in ("mark", "rank", "locate")},
         }

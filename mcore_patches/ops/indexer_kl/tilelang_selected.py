@@ -1,7 +1,7 @@
 """The KL over selected blocks (Stage 2) by chunks of rows: what its kernels hand each other.
 
 union                lists the blocks of every tile of rows
-teacher              the attention's mass on them, for all rows of the tile
+teacher, gather      the attention's mass on them, for all rows of the tile; a row's own
 mark, rank, locate   number the pairs of rows and blocks by block, then by row
 student              a row's KL, its query's gradient, and what each of its pairs adds to its block's
 blocks               adds that up, pair after pair
@@ -17,6 +17,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from mcore_patches.ops.device import Device
@@ -70,6 +71,7 @@ def over_selected_blocks(
     *,
     scale: float,
     index_scale: float,
+    tp_group: dist.ProcessGroup | None = None,
     row_chunk: int | None = None,
 ) -> Sums:
     """KL of each row and all gradients; `row_chunk` rows at once, a multiple of 32, or as many as memory allows."""
@@ -78,15 +80,15 @@ def over_selected_blocks(
     run = kernels(device, shape)
     new = functools.partial(new_empty, device=k.device)
     sums = new_sums(rows, k_blocks, new)
-    at_once = rows_at_once(num_rows, topk, num_blocks) if row_chunk is None else row_chunk
-    teacher = _Teacher(run, shape, at_once, topk, new)
+    at_once = rows_at_once(num_rows, topk, num_blocks, shape.masses_of_a_block) if row_chunk is None else row_chunk
+    teacher = _Teacher(run, shape, at_once, topk, tp_group, new)
     pairs = _Pairs(run, at_once, topk, num_blocks, new)
     # A kernel that leaves an argument alone wants one with an address all the same.
     no_weights = new(1, shape.heads, dtype=torch.float32)
     for chunk in chunks(num_rows, at_once):
         here = rows[chunk]
         weights = no_weights if here.weights is None else here.weights
-        places, blocks, mass = teacher(here, k, scale)
+        blocks, mass = teacher(here, k, scale)
         numbers = pairs.number(blocks)
         run["student"](
             here.q_idx,
@@ -94,7 +96,6 @@ def over_selected_blocks(
             weights,
             here.weight,
             blocks,
-            places,
             mass,
             numbers,
             sums.kl[chunk],
@@ -122,24 +123,39 @@ def new_sums(rows: Rows, k_blocks: Tensor, new: Callable[..., Tensor]) -> Sums:
 class _Teacher:
     """The attention's mass on what a chunk of rows selects."""
 
-    def __init__(self, run: Mapping[str, Any], shape: Shape, rows: int, topk: int, new: Callable[..., Tensor]) -> None:
-        self._run = run
+    def __init__(
+        self,
+        run: Mapping[str, Any],
+        shape: Shape,
+        rows: int,
+        topk: int,
+        tp_group: dist.ProcessGroup | None,
+        new: Callable[..., Tensor],
+    ) -> None:
+        self._run, self._tp_group = run, tp_group
+        self._masses = shape.masses_of_a_block
         tiles, step = rows // TILE_ROWS, TEACHER_TOKENS // shape.ratio
+        padded = -(-TILE_ROWS * topk // step) * step * self._masses
         self._count = new(tiles, dtype=torch.int32)
         self._begin = torch.arange(tiles, dtype=torch.int32, device=self._count.device) * (TILE_ROWS * topk)
         self._tokens = new(tiles, TILE_ROWS * topk, dtype=torch.int32)
-        self._mass = new(tiles, -(-TILE_ROWS * topk // step) * step, TILE_ROWS, dtype=torch.float32)
+        self._of_tiles = new(tiles, padded, TILE_ROWS, dtype=torch.float32)
+        self._of_rows = new(rows, topk * self._masses, dtype=torch.float32)
         self._places, self._blocks = (new(rows, topk, dtype=torch.int32) for _ in range(2))
 
-    def __call__(self, rows: Rows, k: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
-        """Place [R, K] of each id's block in the union of its tile, its number [R, K], and mass by tile and place."""
+    def __call__(self, rows: Rows, k: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        """Number [R, K] of each id's block, -1 for none, and its mass [R, K]."""
         number = len(rows.q)
         tiles = slice(0, -(-number // TILE_ROWS))
-        count, tokens, mass = self._count[tiles], self._tokens[tiles], self._mass[tiles]
-        places, blocks = self._places[:number], self._blocks[:number]
+        count, tokens, of_tiles = self._count[tiles], self._tokens[tiles], self._of_tiles[tiles]
+        places, blocks, mass = self._places[:number], self._blocks[:number], self._of_rows[:number]
         self._run["union"](rows.block_ids, rows.first, rows.count, rows.start, count, tokens, places, blocks)
-        self._run["teacher"](rows.q, k, rows.lse, self._begin[tiles], count, tokens.view(-1), mass, scale, 1)
-        return places, blocks, mass
+        self._run["teacher"](rows.q, k, rows.lse, self._begin[tiles], count, tokens.view(-1), of_tiles, scale, 1)
+        self._run["gather"](of_tiles, places, mass)
+        if self._tp_group is None:
+            return blocks, mass
+        dist.all_reduce(mass, group=self._tp_group)
+        return blocks, mass.view(number, -1, self._masses).amax(dim=2)
 
 
 class _Pairs:

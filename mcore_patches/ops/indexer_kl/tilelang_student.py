@@ -11,7 +11,7 @@ of a row and a block contributes to the block's gradient is noted at the pair's 
 
 import tilelang.language as T
 
-from mcore_patches.ops.indexer_kl.design import STUDENT_THREADS, TILE_ROWS
+from mcore_patches.ops.indexer_kl.design import STUDENT_THREADS
 from mcore_patches.ops.tilelang_warp import LOWEST, PASS_CONFIGS  # noqa: F401
 
 IN_FLIGHT = 4  # keys that a thread loads before it uses the first
@@ -33,14 +33,16 @@ def _over_threads(op, value, scratch, tx, threads):
         value[0] = T.max(value[0], scratch[w]) if op == "max" else value[0] + scratch[w]
 
 
-def student_kernel(*, heads: int, channels: int, capacity: int, dtype: str, weighted: bool, relu: bool):
-    """Build the kernel ``(q, k, weights, row_weight, blocks, places, mass, pairs, kl, dq, dweights, pair_row,
+def student_kernel(
+    *, heads: int, channels: int, capacity: int, dtype: str, weighted: bool, relu: bool, blocks_per_sm: int
+):
+    """Build the kernel ``(q, k, weights, row_weight, blocks, mass, pairs, kl, dq, dweights, pair_row,
     pair_coefficient, pair_heads, index_scale)``.
 
     ``q [Tq, heads, channels]``, ``k [Nb, channels]``, ``weights [Tq, heads]`` fp32 (not read unless `weighted`);
-    ``row_weight [Tq]`` fp32, what the row counts in gradients (0: it is not looked at); ``blocks`` and ``places``
-    ``[Tq, topk]`` and ``mass [tiles, padded, TILE_ROWS]`` from `tilelang_union` and `tilelang_teacher`; ``pairs [Tq,
-    topk]``, numbers of the pairs of rows and blocks. Writes ``kl [Tq]`` fp32, ``dq`` like ``q`` (fp32 for float16),
+    ``row_weight [Tq]`` fp32, what the row counts in gradients (0: it is not looked at); ``blocks [Tq, topk]``, numbers
+    of blocks, -1 for none; ``mass [Tq, topk]`` fp32, the attention's on them; ``pairs [Tq, topk]``, numbers of the
+    pairs of rows and blocks. Writes ``kl [Tq]`` fp32, ``dq`` like ``q`` (fp32 for float16),
     ``dweights`` like ``weights``, and at a pair's number its row, the gradient with respect to the sum of its heads'
     products, and the heads (bits) through which that flows. `topk` is at most `capacity`.
     """
@@ -49,19 +51,17 @@ def student_kernel(*, heads: int, channels: int, capacity: int, dtype: str, weig
     warps = threads // 32
     lanes = channels // 8  # 16-byte pieces of a vector
     vectors = threads // lanes  # that are looked at together
-    tq, nb, tw, tiles, padded, n_pairs, topk = (
-        T.dynamic(n) for n in ("tq", "nb", "tw", "tiles", "padded", "n_pairs", "topk")
-    )
+    tq, nb, tw, n_pairs, topk = (T.dynamic(n) for n in ("tq", "nb", "tw", "n_pairs", "topk"))
 
     @T.macro
-    def load(k, blocks, row, slot, topk, tx, piece, u):
+    def load(k, selected, slot, topk, tx, piece, u):
         """piece[u] = the thread's eighth of the key in a slot, zeros for none."""
         for e in T.vectorized(8):
             piece[u, e] = 0
         if slot < topk:
-            if blocks[row, slot] >= 0:
+            if selected[slot] >= 0:
                 for e in T.vectorized(8):
-                    piece[u, e] = k[T.cast(blocks[row, slot], "int64"), tx % lanes * 8 + e]
+                    piece[u, e] = k[T.cast(selected[slot], "int64"), tx % lanes * 8 + e]
 
     @T.prim_func
     def indexer_kl_student(
@@ -70,8 +70,7 @@ def student_kernel(*, heads: int, channels: int, capacity: int, dtype: str, weig
         weights: T.Tensor((tw, heads), "float32"),
         row_weight: T.Tensor((tq,), "float32"),
         blocks: T.Tensor((tq, topk), "int32"),
-        places: T.Tensor((tq, topk), "int32"),
-        mass: T.Tensor((tiles, padded, TILE_ROWS), "float32"),
+        mass: T.Tensor((tq, topk), "float32"),
         pairs: T.Tensor((tq, topk), "int32"),
         kl: T.Tensor((tq,), "float32"),
         dq: T.Tensor((tq, heads, channels), dq_dtype),
@@ -82,6 +81,8 @@ def student_kernel(*, heads: int, channels: int, capacity: int, dtype: str, weig
         index_scale: T.float32,
     ):
         with T.Kernel(tq, threads=threads) as row:
+            T.annotate_min_blocks_per_sm(blocks_per_sm)
+            selected = T.alloc_shared((capacity,), "int32")
             logit = T.alloc_shared((capacity,), "float32")  # later the gradient with respect to it
             teacher = T.alloc_shared((capacity,), "float32")
             through = T.alloc_shared((capacity,), "int32")
@@ -111,6 +112,10 @@ def student_kernel(*, heads: int, channels: int, capacity: int, dtype: str, weig
             divergence[0] = 0
 
             if counts != 0:
+                for s in T.serial(T.ceildiv(topk, threads)):
+                    if s * threads + tx < topk:
+                        selected[s * threads + tx] = blocks[row, s * threads + tx]
+                T.sync_threads()
                 for h in T.unroll(heads):
                     weight[h] = weights[row, h] if weighted else T.float32(1)
                     for e in T.vectorized(8):
@@ -121,7 +126,7 @@ def student_kernel(*, heads: int, channels: int, capacity: int, dtype: str, weig
                 z[0] = 0
                 for s in T.serial(rounds):
                     for u in T.unroll(IN_FLIGHT):
-                        load(k, blocks, row, (s * IN_FLIGHT + u) * vectors + tx // lanes, topk, tx, piece, u)
+                        load(k, selected, (s * IN_FLIGHT + u) * vectors + tx // lanes, topk, tx, piece, u)
                     for u in T.unroll(IN_FLIGHT):
                         slot = (s * IN_FLIGHT + u) * vectors + tx // lanes
                         for h in T.unroll(heads):
@@ -149,8 +154,8 @@ def student_kernel(*, heads: int, channels: int, capacity: int, dtype: str, weig
                     slot = s * threads + tx
                     if slot < topk:
                         share = 0
-                        if blocks[row, slot] >= 0:
-                            share = mass[row // TILE_ROWS, places[row, slot], row % TILE_ROWS]
+                        if selected[slot] >= 0:
+                            share = mass[row, slot]
                             e_max[0] = T.max(e_max[0], logit[slot])
                         teacher[slot] = share
                         z[0] += share
@@ -160,14 +165,14 @@ def student_kernel(*, heads: int, channels: int, capacity: int, dtype: str, weig
                 for s in T.serial(T.ceildiv(topk, threads)):
                     slot = s * threads + tx
                     if slot < topk:
-                        if blocks[row, slot] >= 0:
+                        if selected[slot] >= 0:
                             e_sum[0] += T.exp(logit[slot] - e_max[0])
                 _over_threads("add", e_sum, scratch, tx, threads)
                 for s in T.serial(T.ceildiv(topk, threads)):
                     slot = s * threads + tx
                     if slot < topk:
                         score = 0
-                        if blocks[row, slot] >= 0:
+                        if selected[slot] >= 0:
                             # Without mass (Z = 0) a row adds nothing.
                             if z[0] != 0:
                                 share = teacher[slot] / z[0]
@@ -182,7 +187,7 @@ def student_kernel(*, heads: int, channels: int, capacity: int, dtype: str, weig
                 _over_threads("add", divergence, scratch, tx, threads)
                 for s in T.serial(rounds):
                     for u in T.unroll(IN_FLIGHT):
-                        load(k, blocks, row, (s * IN_FLIGHT + u) * vectors + tx // lanes, topk, tx, piece, u)
+                        load(k, selected, (s * IN_FLIGHT + u) * vectors + tx // lanes, topk, tx, piece, u)
                     for u in T.unroll(IN_FLIGHT):
                         slot = (s * IN_FLIGHT + u) * vectors + tx // lanes
                         if slot < topk:

@@ -24,13 +24,23 @@ PRODUCER_REGISTERS = 56
 PASS_CONFIGS = tilelang_warp.PASS_CONFIGS | {"tl.enable_fast_math": True}
 
 
-def teacher_kernel(*, heads: int, kv_heads: int, dim: int, ratio: int, slots: int, dtype: str, wgmma: bool = True):
+def teacher_kernel(
+    *,
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    ratio: int,
+    slots: int,
+    dtype: str,
+    per_token: bool = False,
+    wgmma: bool = True,
+):
     """Build the kernel ``(q, k, lse, begin, count, tokens, mass, scale, splits)``.
 
     ``q [Tq, heads, dim]``, ``k [Tk, kv_heads, dim]``, ``lse [Tq, heads]`` fp32 natural logarithms. A tile of rows takes
     the ``count[tile]`` blocks whose first tokens are ``tokens[begin[tile]]`` onwards. Writes ``mass [tiles, padded,
-    TILE_ROWS]`` fp32, that of each of them for every row of the tile; ``padded`` is a multiple of ``TOKENS / ratio``. A
-    tile is dealt to ``splits`` blocks of threads.
+    TILE_ROWS]`` fp32, that of each of them for every row of the tile, or with `per_token` of each of their tokens;
+    ``padded`` is a multiple of ``TOKENS / ratio``, or of ``TOKENS``. A tile is dealt to ``splits`` blocks of threads.
 
     slots: tiles of one head's keys held in shared memory.
     """
@@ -129,12 +139,16 @@ def teacher_kernel(*, heads: int, kv_heads: int, dim: int, ratio: int, slots: in
                         T.reduce_sum(probs, part, dim=1)
                         for i, c in T.Parallel(TOKENS, TILE_ROWS):
                             total[i, c] += part[i, c]
-                    for i, c in T.Parallel(TOKENS, TILE_ROWS):
-                        # Bits of numbers >= 0 have their order, and NaN comes last: a maximum of floats drops it.
-                        of_blocks[i // ratio, i % ratio, c] = T.reinterpret("int32", total[i, c])
-                    T.reduce_max(of_blocks, best, dim=1)
-                    for e, c in T.Parallel(entries, TILE_ROWS):
-                        mass[tile, (split + s * splits) * entries + e, c] = T.reinterpret("float32", best[e, c])
+                    if per_token:
+                        for i, c in T.Parallel(TOKENS, TILE_ROWS):
+                            mass[tile, (split + s * splits) * TOKENS + i, c] = total[i, c]
+                    else:
+                        for i, c in T.Parallel(TOKENS, TILE_ROWS):
+                            # Bits of numbers >= 0 have their order, and NaN comes last: a maximum of floats drops it.
+                            of_blocks[i // ratio, i % ratio, c] = T.reinterpret("int32", total[i, c])
+                        T.reduce_max(of_blocks, best, dim=1)
+                        for e, c in T.Parallel(entries, TILE_ROWS):
+                            mass[tile, (split + s * splits) * entries + e, c] = T.reinterpret("float32", best[e, c])
             else:
                 T.set_max_nreg(PRODUCER_REGISTERS, 0)
                 lane = tx - CONSUMERS
