@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -222,6 +223,42 @@ def test_chunks_of_rows_do_not_matter_to_the_loss(everywhere: bool) -> None:
         assert torch.equal(want.loss, got.loss)
         assert torch.equal(want.q_idx, got.q_idx)
         torch.testing.assert_close(want.k_blocks, got.k_blocks, rtol=1e-4, atol=1e-7)
+
+
+@EITHER
+def test_ranks_with_half_of_the_heads_each_equal_one_with_all(
+    everywhere: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two threads as ranks, which meet in the all-reduce; their kernels follow each other in one stream."""
+    case = Case(topk=64, lengths=(500, 41), q_heads=16, kv_heads=4, dim=64, everywhere=everywhere)
+    inputs = Inputs.random(case)
+    contributions: list[Any] = [None, None]
+    meeting = threading.Barrier(2, timeout=120)
+    results: list[Any] = [None, None]
+
+    def all_reduce(tensor: Tensor, group: int) -> None:
+        contributions[group] = tensor
+        meeting.wait()
+        total = contributions[0] + contributions[1]
+        meeting.wait()
+        tensor.copy_(total)
+
+    monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
+
+    def rank(number: int) -> None:
+        heads = [x.chunk(2, dim=1)[number] for x in (inputs.q, inputs.k, inputs.lse)]
+        arguments = (*inputs.arguments[:2], *heads, *inputs.arguments[5:])
+        results[number] = indexer_kl_tilelang(*arguments, **inputs.settings, tp_group=number)
+
+    threads = [threading.Thread(target=rank, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for a, b in zip(*results):
+        assert a is b or torch.equal(a, b)
+    loss, dq, dk, _ = results[0]
+    check(inputs.reference(), (loss, dq, dk), case)
 
 
 def test_order_of_ids_does_not_matter() -> None:
