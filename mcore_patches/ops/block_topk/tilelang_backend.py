@@ -28,6 +28,7 @@ from mcore_patches.ops.jit import CACHE, build_together, compile_kernel
 from mcore_patches.ops.packing import complete_blocks
 from mcore_patches.ops.workspace import chunks
 
+KERNELS_DEVICE = "cuda"
 _INFINITY = 0x7F800000  # the key of a score of +inf; a GPU's NaN lies above
 # Kernels compile side by side, but are traced into TileLang's intermediate form one at a time.
 _TRACING = threading.Lock()
@@ -46,8 +47,8 @@ def supports(
     relu: bool = True,
 ) -> tuple[bool, str]:
     """Whether the kernels run these arguments of `select_blocks`, and why not. No value is read, nothing compiled."""
-    if not q_idx.is_cuda:
-        return False, f"q_idx is on {q_idx.device}, the kernels need a CUDA device"
+    if q_idx.device.type != KERNELS_DEVICE:
+        return False, f"q_idx is on {q_idx.device}, the kernels need {KERNELS_DEVICE}"
     if importlib.util.find_spec("tilelang") is None:
         return False, "tilelang is not installed"
     if q_idx.shape[0] == 0 or k_blocks.shape[0] == 0:
@@ -58,7 +59,7 @@ def supports(
         return False, tiles
     fault = CACHE.failure_of("block_topk.score", device.arch, *q_idx.shape[1:], q_idx.dtype)
     fault = fault or CACHE.failure_of("block_topk.select", device.arch, topk_capacity(topk))
-    return fault is None, fault or ""
+    return fault is None, fault or "the kernels take these arguments"
 
 
 def device_of(device: torch.device) -> Device:

@@ -19,6 +19,7 @@ from mcore_patches.ops.indexer_kl.tilelang_kernels import failure
 from mcore_patches.ops.indexer_kl.tilelang_selected import Rows, over_selected_blocks
 from mcore_patches.ops.packing import complete_blocks, first_tokens_of_visible_blocks
 
+KERNELS_DEVICE = "cuda"
 LARGEST_INDEX = 2**31 - 1
 
 
@@ -40,8 +41,8 @@ def supports(
     **_: Any,
 ) -> tuple[bool, str]:
     """Whether the kernels run these (valid) arguments of `indexer_kl`, and why not. No value is read."""
-    if not q.is_cuda:
-        return False, f"q is on {q.device}, the kernels need a CUDA device"
+    if q.device.type != KERNELS_DEVICE:
+        return False, f"q is on {q.device}, the kernels need {KERNELS_DEVICE}"
     if importlib.util.find_spec("tilelang") is None:
         return False, "tilelang is not installed"
     if lse is None:
