@@ -41,21 +41,19 @@ class Counters:
         self.hits += 1
         self.routes[route] = self.routes.get(route, 0) + 1
 
-    def decline(self, reason: str, *, shape_class: object, fallback: str, fallback_bytes: int) -> None:
+    def decline(self, reason: str, *, shape_class: object, fallback: str, fallback_bytes: int | None) -> None:
         """Count a decline and warn once per reason and shape class.
 
         reason: without tensor sizes, so that counts add up. fallback: what runs instead. fallback_bytes: what it
-        allocates.
+        allocates; None where that cannot be told.
         Raises DeclinedError when MCORE_PATCHES_ON_DECLINE=raise.
         """
         self.declines[reason] = self.declines.get(reason, 0) + 1
-        message = (
-            f"{self.patch_id}: fused call declined: {reason} ({shape_class}); {fallback} runs instead and "
-            f"allocates {human_bytes(fallback_bytes)}"
-        )
+        allocates = "" if fallback_bytes is None else f" and allocates {human_bytes(fallback_bytes)}"
+        message = f"{self.patch_id}: fused call declined: {reason} ({shape_class}); {fallback} runs instead{allocates}"
         if settings.on_decline() == "raise":
             raise DeclinedError(f"{message}; MCORE_PATCHES_ON_DECLINE=raise")
-        self.fallback_bytes = max(self.fallback_bytes, fallback_bytes)
+        self.fallback_bytes = max(self.fallback_bytes, fallback_bytes or 0)
         if (reason, shape_class) not in self._warned:
             self._warned.add((reason, shape_class))
             log.warning("%s", message)

@@ -115,8 +115,7 @@ class Decider:
         parts = []
         for s, v in zip(sites, verdicts, strict=True):
             if v != "needs":
-                mark = f"has the fingerprint {s.fingerprint[:12]}" if v == "unknown" and s.fingerprint else f"is {v}"
-                parts.append(f"{s.target.qualname} ({s.where()[0]}) {mark}")
+                parts.append(s.unknown() if v == "unknown" else f"{s.target.qualname} ({s.where()[0]}) is {v}")
         text = f"{hint}text that is not known: " + "; ".join(parts)
         failed = [e for s in sites if s.module is None and (e := self._import_errors.get(s.module_name or ""))]
         if failed:

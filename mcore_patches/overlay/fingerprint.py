@@ -76,7 +76,12 @@ def combined(text: str, qualnames: Sequence[str]) -> str | None:
             f"qualnames={qualnames!r} is a string; allowed is a sequence of names such as ({qualnames!r},)"
         )
     _check_distinct(qualnames)
-    return _digest([_segment(text, qualname, "<source>") for qualname in qualnames], qualnames)
+    return combined_texts([(text, qualname) for qualname in qualnames])
+
+
+def combined_texts(symbols: Sequence[tuple[str, str]]) -> str | None:
+    """`combined` for symbols (text, qualname) of one or several texts. None if any is not defined."""
+    return _digest([_segment(text, qualname, "<source>") for text, qualname in symbols], [q for _, q in symbols])
 
 
 def fingerprint_files(symbols: Sequence[tuple[StrPath, str]]) -> str | None:

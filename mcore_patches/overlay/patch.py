@@ -24,6 +24,7 @@ RESERVED = frozenset({"all", "off"})
 
 _ID = re.compile(r"[a-z][a-z0-9_]{0,63}")
 _DOTTED = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
+_RELIED = re.compile(rf"(\.?{_DOTTED.pattern}:)?{_DOTTED.pattern}")
 _CLASS = re.compile(rf"{_DOTTED.pattern}:[^\W\d]\w*")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
@@ -73,7 +74,9 @@ class Target:
 
     modules: candidates for the module's dotted name; the first that exists is used (layouts move between releases).
     known: fingerprint -> verdict. A fingerprint covers the target and `relies_on` (see `fingerprint.combined`).
-    relies_on: further names in the same module whose text the replacement depends on.
+    relies_on: what else the replacement depends on, whose text counts too: names in the same module, or in others,
+        "package.module:name", or ".module:name" for a module beside the target's, wherever that is. Of a class the text
+        of its body counts, not that of what it calls. A release without one of them is DRIFTED.
     level: order of layers on a shared target; a higher level sees the call first. Equal levels go by patch id.
     releases: only these releases have this target; None means all that the patch is for.
     """
@@ -127,6 +130,17 @@ class FieldsTarget:
 
 
 AnyTarget = Target | FieldsTarget
+
+
+def covers(target: AnyTarget, module: str) -> tuple[tuple[str, str], ...]:
+    """(module, name) of all that the target's fingerprint covers, itself first. module: where the target was found."""
+    symbols = [(module, target.qualname)]
+    for entry in target.relies_on if isinstance(target, Target) else ():
+        other, _, qualname = entry.rpartition(":")
+        if other.startswith("."):
+            other = f"{module.rpartition('.')[0]}{other}".removeprefix(".")
+        symbols.append((other or module, qualname))
+    return tuple(symbols)
 
 
 @dataclass(frozen=True)
@@ -206,9 +220,20 @@ def _check_target(patch_id: str, target: AnyTarget) -> None:
         raise ValueError(
             f"{where}: modules is {target.modules!r}, relies_on {relies_on!r}; allowed are tuples of names"
         )
-    for name in (*target.modules, target.qualname, *relies_on):
+    for name in (*target.modules, target.qualname):
         if not isinstance(name, str) or not _DOTTED.fullmatch(name):
             raise ValueError(f"{where}: {name!r} is no dotted name")
+    for name in relies_on:
+        if not isinstance(name, str) or not _RELIED.fullmatch(name):
+            raise ValueError(
+                f"{where}: relies_on holds {name!r}; allowed are 'name', 'package.module:name' and '.module:name'"
+            )
+    for module in target.modules:
+        symbols = covers(target, module)
+        if len(set(symbols)) != len(symbols):
+            raise ValueError(
+                f"{where}: relies_on is {relies_on!r}; allowed is each name once, without the target's own"
+            )
     if isinstance(target, FieldsTarget):
         if not target.fields or not all(isinstance(f, ConfigField) for f in target.fields):
             raise ValueError(f"{where}: fields is {target.fields!r}; allowed is a tuple of at least one ConfigField")

@@ -11,7 +11,7 @@ from typing import Any
 
 from mcore_patches.overlay.counters import human_bytes
 from mcore_patches.overlay.errors import printable
-from mcore_patches.overlay.patch import ERRORS, State
+from mcore_patches.overlay.patch import ERRORS, IN_PLACE, State
 
 
 @dataclass(frozen=True)
@@ -118,6 +118,8 @@ class Report:
             if r.counters.get("calls"):
                 lines += _wrapped("calls", _counts(r.counters))
             lines += _wrapped("delete when", r.delete_when)
+        if any(r.state in IN_PLACE for r in self.rows):
+            lines.append("calls: those under torch.compile are neither counted nor logged")
         return "\n".join(map(printable, lines))
 
 

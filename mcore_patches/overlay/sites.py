@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import ast
-import functools
 import sys
-import warnings
-from types import CodeType, FunctionType, ModuleType
+from types import ModuleType
 from typing import Any
 
 from mcore_patches.overlay import fields, imports
-from mcore_patches.overlay.fingerprint import SourceError, combined, parse_source, read_source, source_segment
+from mcore_patches.overlay.fingerprint import SourceError, combined_texts, read_source, source_segment
 from mcore_patches.overlay.layers import (
     AnyChange,
     Change,
@@ -25,13 +22,15 @@ from mcore_patches.overlay.layers import (
     unwrapped,
 )
 from mcore_patches.overlay.locate import locate
-from mcore_patches.overlay.patch import AnyTarget, FieldsTarget, Target
+from mcore_patches.overlay.patch import AnyTarget, FieldsTarget, Target, covers
+from mcore_patches.overlay.symbols import Symbol, defines, described, where_of
 
 
 class Site:
     """A target resolved: its module, its text on disk, its live object if the module is imported.
 
-    absent, broken: why there is no text, or none that can be read. The live object is looked up anew at each use.
+    absent, broken: why there is no text, or none that can be read. lacking: what the replacement relies on and the
+    release has not. The live object is looked up anew at each use.
     """
 
     def __init__(self, target: AnyTarget) -> None:
@@ -42,7 +41,9 @@ class Site:
         self.broken: str | None = None
         self.fingerprint: str | None = None
         self.line: int | None = None
+        self.lacking: str | None = None
         self._text: str | None = None
+        self._symbols: tuple[Symbol, ...] = ()
         self._resolve()
 
     def _resolve(self) -> None:
@@ -61,7 +62,7 @@ class Site:
             return
         live = sys.modules.get(self.module_name)
         if live is not None and not issubclass(type(live), ModuleType):
-            self.absent = f"sys.modules has {_described(live)} as {self.module_name}, not a module"
+            self.absent = f"sys.modules has {described(live)} as {self.module_name}, not a module"
             return
         try:
             self._text = read_source(self.file)
@@ -73,8 +74,30 @@ class Site:
             self.absent = f"{self.file} does not define {self.target.qualname}"
             return
         self.line = segment[1]
-        relies_on = self.target.relies_on if isinstance(self.target, Target) else ()
-        self.fingerprint = combined(self._text, (self.target.qualname, *relies_on))
+        own = Symbol(self.module_name, self.target.qualname, self.file, self._text, self.line)
+        relied = [self._symbol(own, *name) for name in covers(self.target, self.module_name)[1:]]
+        self._symbols = (own, *filter(None, relied))
+        if None not in relied:
+            self.fingerprint = combined_texts([(s.text, s.qualname) for s in self._symbols])
+
+    def _symbol(self, own: Symbol, module: str, qualname: str) -> Symbol | None:
+        """A name that the replacement relies on. None: `lacking` or `broken` says why."""
+        file, text, lacks = own.file, own.text, ""
+        if module != own.module:
+            found = locate(module)
+            file, text = found.file or "", ""
+            if not file.endswith(".py"):
+                lacks = found.reason or f"{module} has no source file to read ({file})"
+        try:
+            text = text or (read_source(file) if not lacks else "")
+            segment = source_segment(text, qualname)
+        except SourceError as exc:
+            self.broken = f"{file}: {exc.reason}"
+            return None
+        if segment is None:
+            self.lacking = f"relies on {module}:{qualname}, but {lacks or f'{file} does not define it'}"
+            return None
+        return Symbol(module, qualname, file, text, segment[1])
 
     @property
     def key(self) -> Key:
@@ -83,12 +106,7 @@ class Site:
     @property
     def module(self) -> ModuleType | None:
         """The live module, once its code has run: until then the target may be redefined, or the import may fail."""
-        name = self.module_name or ""
-        module = sys.modules.get(name)
-        if not issubclass(type(module), ModuleType) or imports.running(name):
-            return None
-        # An import that fails takes its module out before it ceases to be under way.
-        return module if sys.modules.get(name) is module else None
+        return _live(self.module_name or "")
 
     @property
     def underway(self) -> bool:
@@ -147,7 +165,7 @@ class Site:
         stack = self.stack
         if stack is None or stack.carrier() is self.current:
             return None
-        return f"{_described(self.current)} wraps the patched {self.target.qualname}"
+        return f"{described(self.current)} wraps the patched {self.target.qualname}"
 
     def missing_live(self) -> str | None:
         """Why the imported module lacks what its text defines (deleted, or defined on a branch not taken)."""
@@ -166,9 +184,9 @@ class Site:
         live, name = self.original, self.target.qualname
         if issubclass(type(live), type) and (live.__module__, live.__qualname__) == self.key:
             return f"{name} is a class; classes are changed in place, by targets that name their methods"
-        if callable(live) or (self._text is not None and _facts(self._text, self.file or "", name).codes):
+        if callable(live) or (self._text is not None and defines(self._text, self.file or "", name)):
             return None
-        return f"{name} is {_described(live)}, not a function"
+        return f"{name} is {described(live)}, not a function"
 
     def foreign(self) -> str | None:
         """Why the live original is not what the file on disk defines: another tool replaced it, or the file changed.
@@ -182,37 +200,30 @@ class Site:
         if isinstance(self.target, FieldsTarget):
             cls = self.current
             if not issubclass(type(cls), type):
-                return f"the live {self.target.qualname} is {_described(cls)}, not a class"
+                return f"the live {self.target.qualname} is {described(cls)}, not a class"
             if self._text is not None and (cls.__module__, cls.__qualname__) != self.key:
                 return f"the live {self.target.qualname} is the class {cls.__module__}.{cls.__qualname__}"
             return None
         if self._text is None:
             return None
-        for qualname in (self.target.qualname, *self.target.relies_on):
-            if reason := self._foreign_function(qualname):
+        for symbol in self._symbols:
+            module = _live(symbol.module)
+            if module and (reason := symbol.foreign(module, is_target=symbol is self._symbols[0])):
                 return reason
         return None
 
-    def _foreign_function(self, qualname: str) -> str | None:
-        assert self._text is not None
-        facts = _facts(self._text, self.file or "", qualname)
-        if not facts.codes:
-            return None  # a constant or a class
-        holder: Any = self.module
-        try:
-            for name in qualname.split("."):
-                holder = names_of(holder)[name]
-        except (KeyError, TypeError):
-            return f"the imported {self.module_name} has no {qualname}"
-        live = unwrapped(holder)
-        if issubclass(type(live), type) and qualname != self.target.qualname:
-            return None  # the text of a class that the replacement relies on is in the fingerprint
-        stack = next((s for obj in beneath(live) if (s := stack_on(obj))), None)
-        original = stack.original if stack else live
-        for seen in beneath(original) if facts.wrapped else (original,):
-            if type(seen) is FunctionType and seen.__code__ in facts.codes:
-                return None
-        return f"the live {qualname} is {_described(original)}, not what {self.file} defines"
+    def unknown(self) -> str:
+        """What is not known about the text, by name and file."""
+        elsewhere = [str(s) for s in self._symbols if s.module != self.module_name]
+        together = f" together with {', '.join(elsewhere)}" if elsewhere else ""
+        name = f"{self.target.qualname} ({self.where()[0]})"
+        if self.lacking:
+            return f"{name} {self.lacking}"
+        return (
+            f"{name}{together} has the fingerprint {self.fingerprint[:12]}"
+            if self.fingerprint
+            else f"{name} is unknown"
+        )
 
     def where(self) -> tuple[str | None, str | None]:
         """ "file:line" of upstream's text and, with layers on it, of the object that runs."""
@@ -222,7 +233,7 @@ class Site:
             return before, None
         if isinstance(self.target, FieldsTarget):
             return before, "fields " + ", ".join(f.name for f in fields.added(stack.original))
-        return before, _where(self.current)
+        return before, where_of(self.current)
 
     # Changes to it ---------------------------------------------------------------------------------------------------
 
@@ -246,6 +257,14 @@ class Site:
         )
 
 
+def _live(name: str) -> ModuleType | None:
+    module = sys.modules.get(name)
+    if module is None or not issubclass(type(module), ModuleType) or imports.running(name):
+        return None
+    # An import that fails takes its module out before it ceases to be under way.
+    return module if sys.modules.get(name) is module else None
+
+
 def stray_change(stack: Stack, layers: tuple[Layer, ...]) -> AnyChange:
     """The same for a stack whose target is another object by now."""
     carrier: Any = stack.carrier()
@@ -254,65 +273,3 @@ def stray_change(stack: Stack, layers: tuple[Layer, ...]) -> AnyChange:
     holder, attribute = home_of(stack) or (None, "")
     seen = carrier if holder is None else names_of(holder)[attribute]
     return Change(stack.key, holder, attribute, carrier, seen, stack.original, stack.raw, stack.module, layers)
-
-
-def _described(obj: Any) -> str:
-    where = _where(obj)
-    return f"a function at {where}" if where else f"an object of {type(obj).__module__}.{type(obj).__qualname__}"
-
-
-def _where(obj: Any) -> str | None:
-    code = getattr(obj, "__code__", None)
-    return f"{code.co_filename}:{code.co_firstlineno}" if isinstance(code, CodeType) else None
-
-
-class _Facts:
-    """codes: what the interpreter compiles for a name, one code object for each branch that defines it.
-
-    wrapped: whether the text itself wraps the function, by a decorator or by a later assignment to its name.
-    """
-
-    def __init__(self, codes: list[CodeType], wrapped: bool) -> None:
-        self.codes, self.wrapped = codes, wrapped
-
-
-@functools.lru_cache(maxsize=64)
-def _facts(text: str, file: str, qualname: str) -> _Facts:
-    codes = []
-    pending = [_compiled(text, file)]
-    while pending:
-        for const in pending.pop().co_consts:
-            if isinstance(const, CodeType):
-                if const.co_qualname == qualname:
-                    codes.append(const)
-                pending.append(const)
-    return _Facts(codes, _wrapped_in_text(text, file, qualname))
-
-
-@functools.lru_cache(maxsize=4)
-def _compiled(text: str, file: str) -> CodeType:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # an invalid escape in upstream's text is not our caller's concern
-        return compile(text, file, "exec", dont_inherit=True)
-
-
-# Decorators that leave the function what it is, or that `unwrapped` takes off.
-_TRANSPARENT = frozenset({"staticmethod", "classmethod", "overload", "override", "final", "abstractmethod"})
-
-
-def _wrapped_in_text(text: str, file: str, qualname: str) -> bool:
-    pending: list[tuple[ast.AST, str]] = [(node, "") for node in parse_source(text, file).body]
-    while pending:
-        node, scope = pending.pop()
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            decorators = {d.attr if isinstance(d, ast.Attribute) else getattr(d, "id", "") for d in node.decorator_list}
-            if scope + node.name == qualname and decorators - _TRANSPARENT:
-                return True
-        elif isinstance(node, ast.ClassDef):
-            pending += [(child, f"{scope}{node.name}.") for child in node.body]
-        elif isinstance(node, ast.Name):
-            if isinstance(node.ctx, ast.Store) and scope + node.id == qualname:
-                return True
-        elif not isinstance(node, ast.Lambda):
-            pending += [(child, scope) for child in ast.iter_child_nodes(node)]
-    return False

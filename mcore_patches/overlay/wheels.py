@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import Any
 
-from mcore_patches.overlay.fingerprint import combined, read_wheel, source_segment
-from mcore_patches.overlay.patch import FieldsTarget, Target
+from mcore_patches.overlay.fingerprint import Wheel, combined_texts, read_wheel, source_segment
+from mcore_patches.overlay.patch import AnyTarget, FieldsTarget, covers
 from mcore_patches.overlay.registry import Registry
 
 
@@ -22,23 +23,30 @@ def wheel_fingerprints(path: str | os.PathLike[str], registry: Registry) -> dict
     rows = []
     for entry in registry.entries.values():
         for target in entry.patch.targets if entry.patch else ():
-            module = next((m for m in target.modules if m in modules), None)
-            row: dict[str, Any] = {"patch": entry.id, "target": target.name, "module": module, "fingerprint": None}
-            text = wheel.text(modules[module]) if module else ""
-            if module is None:
-                row |= {"verdict": "absent", "reason": f"the wheel has no {' or '.join(target.modules)}"}
-            elif source_segment(text, target.qualname) is None:
-                row |= {"verdict": "absent", "reason": f"{module} does not define {target.qualname}"}
-            else:
-                row |= {"verdict": _verdict(target, text), "reason": ""}
-                relies_on = target.relies_on if isinstance(target, Target) else ()
-                row["fingerprint"] = combined(text, (target.qualname, *relies_on))
-            rows.append(row)
+            rows.append({"patch": entry.id, "target": target.name, **_reading(wheel, modules, target)})
     return {"version": wheel.version, "targets": rows}
 
 
-def _verdict(target: Target | FieldsTarget, text: str) -> str:
+def _reading(wheel: Wheel, modules: Mapping[str, str], target: AnyTarget) -> dict[str, Any]:
+    def row(verdict: str, reason: str = "", fingerprint: str | None = None) -> dict[str, Any]:
+        return {"module": module, "fingerprint": fingerprint, "verdict": verdict, "reason": reason}
+
+    module = next((m for m in target.modules if m in modules), None)
+    if module is None:
+        return row("absent", f"the wheel has no {' or '.join(target.modules)}")
+    texts: list[tuple[str, str]] = []
+    for other, qualname in covers(target, module):
+        lacks = f"the wheel has no {other}" if other not in modules else f"{other} does not define {qualname}"
+        text = wheel.text(modules[other]) if other in modules else ""
+        if source_segment(text, qualname) is None:
+            return row("unknown", f"relies on {other}:{qualname}, but {lacks}") if texts else row("absent", lacks)
+        texts.append((text, qualname))
+    fingerprint = combined_texts(texts)
+    return row(_verdict(target, texts[0][0], fingerprint), "", fingerprint)
+
+
+def _verdict(target: AnyTarget, text: str, fingerprint: str | None) -> str:
     if isinstance(target, FieldsTarget):
         own = [f for f in target.fields if source_segment(text, f"{target.qualname}.{f.name}")]
         return "needs" if not own else "fixed" if len(own) == len(target.fields) else "unknown"
-    return target.known.get(combined(text, (target.qualname, *target.relies_on)) or "", "unknown")
+    return target.known.get(fingerprint or "", "unknown")

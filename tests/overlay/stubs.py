@@ -10,12 +10,13 @@ import importlib
 import logging
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from mcore_patches.overlay.engine import Engine
-from mcore_patches.overlay.fingerprint import combined
-from mcore_patches.overlay.patch import Below, ConfigField, FieldsTarget, Patch, Target, Verdict
+from mcore_patches.overlay.fingerprint import combined_texts
+from mcore_patches.overlay.patch import Below, ConfigField, FieldsTarget, Patch, Target, Verdict, covers
 from mcore_patches.overlay.registry import Entry, Registry
 from mcore_patches.overlay.versions import Releases
 
@@ -93,13 +94,13 @@ def target(
 ) -> Target:
     """A target whose text, as it stands in the tree now, is known as `known`; unknown for None. Default: times ten."""
     module, _, qualname = name.partition(":")
-    table: dict[str, Verdict] = {}
-    if known is not None:
-        assert tree is not None
-        fingerprint = combined(tree.text(module), (qualname, *options.get("relies_on", ())))
-        assert fingerprint is not None
-        table[fingerprint] = known
-    return Target(modules=(module,), qualname=qualname, build=build or times(10), known=table, **options)
+    made = Target(modules=(module,), qualname=qualname, build=build or times(10), **options)
+    if known is None:
+        return made
+    assert tree is not None
+    fingerprint = combined_texts([(tree.text(m), q) for m, q in covers(made, module)])
+    assert fingerprint is not None
+    return replace(made, known={fingerprint: known})
 
 
 def fields_target(*fields: ConfigField, module: str = "megatron.core.config", qualname: str = "Config") -> FieldsTarget:

@@ -70,3 +70,12 @@ def test_raise_counts_and_raises_each_time(monkeypatch, caplog):
         assert counters.as_dict()["declines"] == {"float16": n}
         assert counters.as_dict()["largest_fallback_bytes"] == 0, "nothing fell back"
     assert not caplog.records
+
+
+def test_a_fallback_of_unknown_size(monkeypatch, caplog):
+    monkeypatch.delenv("MCORE_PATCHES_ON_DECLINE", raising=False)
+    counters = Counters("tenfold")
+    with caplog.at_level(logging.WARNING, logger="mcore_patches"):
+        decline(counters, size=None)
+    assert caplog.messages == ["tenfold: fused call declined: float16 (small); a dense softmax runs instead"]
+    assert counters.as_dict()["largest_fallback_bytes"] == 0
