@@ -1,9 +1,4 @@
-"""Hopper backward of sparse MLA: one query row and 64 heads a block.
-
-dKV leaves the registers in the order in which the matrix unit holds it: a thread has two neighbouring channels of each
-eight. So that it can write 16 bytes at once, the buffers keep the channels of each group of `group(reduction)` in
-another order; `mcore_patches.ops.sparse_mla.tilelang_kernels` puts them back.
-"""
+"""Hopper backward of sparse MLA: one query row and 64 heads a block."""
 
 # Annotations of a prim_func are calls, evaluated by TileLang.
 # mypy: disable-error-code="valid-type"
@@ -13,14 +8,11 @@ from typing import Any
 import tilelang
 import tilelang.language as T
 
+from mcore_patches.ops.sparse_mla.tilelang_scatter import KEYS_PER_BLOCK, PIECE, element_type, group, scattering
+
 LOG2E = 1.4426950408889634
 
 HEADS_PER_BLOCK = 64  # the M of one wgmma
-KEYS_PER_BLOCK = 64
-PIECE = 64  # channels of dKV that one product makes
-WGMMA_COLUMNS = 8  # of one 8-column tile of an accumulator each thread of a quad holds two columns
-LANES_OF_KEY = 4  # of a warp, that hold one row of an accumulator: a quad
-REDUCTIONS = ("atomic", "store")
 
 PASS_CONFIGS = {
     tilelang.PassConfigKey.TL_ENABLE_FAST_MATH: True,
@@ -31,23 +23,15 @@ PASS_CONFIGS = {
 }
 
 
-def group(reduction: str) -> int:
-    """Channels that are reordered together: what a quad of threads writes with 16 bytes each.
-
-    Channel 8 * t + 2 * c + e of a group lies at c * (group // 4) + 2 * t + e.
-    """
-    return 16 if reduction == "atomic" else 32
-
-
 def backward_kernel(width: int, value_width: int, reduction: str, strided: bool = False, head_rows: int = 64):
-    """Builds the prim_func of dQ (bf16) and of the rows' parts of dKV, their channels reordered by `group`.
+    """Builds the prim_func of dQ (bf16) and of the rows' parts of dKV, channels reordered by `tilelang_scatter.group`.
 
     With reduction "atomic" the parts are added to `DKV` [batch, keys, width], fp32, and `Slots` is `Indices`. With
     "store" the part of (row, k) and of head block j is stored, rounded to bf16, to `DKV` [1, slots, width] at
     Slots[row, k] * (number of head blocks) + j; a negative slot marks an id to ignore.
     Extent[b, row] is the number of leading ids of a row that are read; KV may have any strides that are multiples of 8,
     Q and DOut too if `strided`.
-    The products that sum over heads take `head_rows` (16, 32 or 64) of a block's heads; beyond them there must be none.
+    The products that sum over heads take `head_rows` (32 or 64) of a block's heads; beyond them there must be none.
     """
     batch, rows, heads, keys, topk = (T.dynamic(n) for n in ("batch", "rows", "heads", "keys", "topk"))
     slots = T.dynamic("slots")
@@ -62,40 +46,9 @@ def backward_kernel(width: int, value_width: int, reduction: str, strided: bool 
         q_strides, dout_strides = ([T.dynamic(f"{t}_stride_{n}", "int64") for n in range(3)] for t in ("q", "dout"))
         q_type = T.StridedTensor([batch, rows, heads, width], [*q_strides, 1], dtype)
         dout_type = T.StridedTensor([batch, rows, heads, value_width], [*dout_strides, 1], dtype)
-    columns_of_group = group(reduction)
-    run = columns_of_group // 4
-    dkv_dtype = accum if reduction == "atomic" else dtype
-
-    @T.macro
-    def write(DKV, b, target, channel, values):
-        if reduction == "atomic":
-            T.atomic_addx4(DKV[b, target, channel], values[0])
-        else:
-            DKV[b, target, T.Ramp(channel, 1, run)] = values[T.Ramp(0, 1, run)]
-
-    @T.macro
-    def scatter(DKV, b, even, odd, piece, mine, first, second, column):
-        # Two neighbouring keys lie four lanes apart. Their lanes swap halves, so that eight lanes write one line of 128
-        # bytes at once, of the even key first and then of the odd one: by half lines it takes a fifth longer.
-        for k, g, c in T.Parallel(KB, PIECE // (2 * columns_of_group), 4):
-            for t in T.unroll(2 * columns_of_group // WGMMA_COLUMNS):
-                for e in T.unroll(2):
-                    mine[2 * t + e] = piece[k, 2 * g * columns_of_group + t * WGMMA_COLUMNS + 2 * c + e]
-            for j in T.unroll(run):
-                other = T.shfl_xor(T.if_then_else(k % 2 == 0, mine[run + j], mine[j]), LANES_OF_KEY)
-                first[j] = T.cast(T.if_then_else(k % 2 == 0, mine[j], other), dkv_dtype)
-                second[j] = T.cast(T.if_then_else(k % 2 == 0, other, mine[run + j]), dkv_dtype)
-            channel = column + (2 * g + k % 2) * columns_of_group + c * run
-            if even[k] >= 0:
-                write(DKV, b, even[k], channel, first)
-            if odd[k] >= 0:
-                write(DKV, b, odd[k], channel, second)
-
-    @T.macro
-    def copy_targets(targets, stage, even, odd):
-        for k in T.Parallel(KB):
-            even[k] = targets[stage, k - k % 2]
-            odd[k] = targets[stage, k - k % 2 + 1]
+    run = group(reduction) // 4
+    dkv_dtype = element_type(reduction)
+    scatter, copy_targets = scattering(reduction)
 
     @T.macro
     def multiply(piece, column, p_shared, ds_shared, do_shared, q_shared):

@@ -68,6 +68,7 @@ def _build(key: Key, name: str, device: Device, width: int, shape: dict[str, Any
         tilelang_backward,
         tilelang_delta,
         tilelang_extent,
+        tilelang_few_heads,
         tilelang_forward,
         tilelang_ordered,
         tilelang_plain_backward,
@@ -82,6 +83,9 @@ def _build(key: Key, name: str, device: Device, width: int, shape: dict[str, Any
     elif name == "forward":
         source = tilelang_plain_forward
         build = functools.partial(source.forward_kernel, width, VALUE_WIDTH, tiles=design.forward)
+    elif name == "backward" and design.backward is None and shape["head_rows"] == tilelang_few_heads.HEAD_ROWS:
+        source, shape = tilelang_few_heads, {n: v for n, v in shape.items() if n != "head_rows"}
+        build = functools.partial(source.backward_kernel, width, VALUE_WIDTH)
     elif name == "backward" and design.backward is None:
         source, build = tilelang_backward, functools.partial(tilelang_backward.backward_kernel, width, VALUE_WIDTH)
     elif name == "backward":
@@ -164,7 +168,7 @@ def _strides_survive() -> bool:
 
 
 def _head_rows(heads: int) -> dict[str, int]:
-    """Rows of heads that the Hopper backward's sums over heads need: with few, most of a block of 64 does not exist."""
+    """How many heads the Hopper backward is built for. Up to 16 it is another kernel."""
     return {"head_rows": 16 if heads <= 16 else 32 if heads <= 32 else 64}
 
 
@@ -300,8 +304,8 @@ def rows_in_order(rows: int, topk: int, width: int, head_blocks: int, multiproce
 
 
 def _channels_in_order(dkv: Tensor, device: Device, reduction: str) -> Tensor:
-    """dkv [B, Skv, D] rounded to bf16, its channels where they belong (see `tilelang_backward.group`)."""
-    from mcore_patches.ops.sparse_mla.tilelang_backward import WGMMA_COLUMNS, group
+    """dkv [B, Skv, D] rounded to bf16, its channels where they belong (see `tilelang_scatter.group`)."""
+    from mcore_patches.ops.sparse_mla.tilelang_scatter import WGMMA_COLUMNS, group
 
     width = dkv.shape[-1]
     if _design(device, width).backward is not None:
