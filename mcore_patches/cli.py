@@ -114,9 +114,10 @@ def _fingerprint(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(rows, indent=2))
     else:
-        print(f"megatron-core {rows['version']}")
+        print(printable(f"megatron-core {rows['version']}"))
         for row in rows["targets"]:
-            print(f"{row['patch']}  {row['target']}  {row['verdict']}  {row['fingerprint'] or row['reason']}")
+            text = f"{row['patch']}  {row['target']}  {row['verdict']}  {row['fingerprint'] or row['reason']}"
+            print(printable(text))
     return 0
 
 

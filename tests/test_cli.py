@@ -188,7 +188,7 @@ def test_doctor_reports_a_faulty_switch_and_exits_with_1():
 # fingerprint ----------------------------------------------------------------------------------------------------------
 
 
-def wheel(path, release, *, without=()):
+def wheel(path, release, *, without=(), version=None):
     """A wheel with the targets' files of an unpacked release."""
     root = releases.path(release)
     with zipfile.ZipFile(path, "w") as archive:
@@ -198,7 +198,7 @@ def wheel(path, release, *, without=()):
                 archive.write(file, name)
         archive.writestr(
             f"megatron_core-{release}.dist-info/METADATA",
-            f"Metadata-Version: 2.1\nName: megatron-core\nVersion: {release}\n",
+            f"Metadata-Version: 2.1\nName: megatron-core\nVersion: {version or release}\n",
         )
     return path
 
@@ -223,6 +223,23 @@ def test_fingerprint_of_a_wheel(tmp_path, release):
     assert status == 0
     assert out.splitlines()[0] == f"megatron-core {release}"
     assert len(out.splitlines()) == 1 + len(data["targets"])
+
+
+@isolated()
+def test_fingerprint_of_a_wheel_without_the_kernel(tmp_path):
+    path = wheel(tmp_path / "w.whl", "0.19.2", without=("ops/sparse_mla.py",))
+    status, out, _ = cli("fingerprint", str(path))
+    kernel = DSA.replace("tilelang_dsa", "sparse_mla")
+    assert status == 0
+    assert f"unknown  relies on {kernel}:SparseMLA, but the wheel has no {kernel}" in out
+
+
+@isolated()
+def test_a_version_with_control_characters_does_not_reach_the_terminal(tmp_path):
+    path = wheel(tmp_path / "w.whl", "0.18.2", version="0.19\x1b[31m")
+    status, out, _ = cli("fingerprint", str(path))
+    assert (status, out.splitlines()[0]) == (0, "megatron-core 0.19\\x1b[31m")
+    assert "\x1b" not in cli("fingerprint", str(path), "--json")[1]
 
 
 @isolated()

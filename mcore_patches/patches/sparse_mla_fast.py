@@ -19,12 +19,14 @@ from mcore_patches.overlay.versions import Releases
 from mcore_patches.patches.sparse_mla_nope import (
     DENSE,
     KERNEL_WIDTH,
+    RELIES_ON,
     TOPK_MULTIPLE,
     UNDECIDABLE,
     count_decline,
     declines,
     dense_bytes,
     trial_of,
+    wide_ids,
 )
 
 if TYPE_CHECKING:
@@ -52,7 +54,7 @@ def build(below: Below) -> Callable[..., Any]:
         if reason is not None:
             return None, reason
         q, kv = query.permute(1, 0, 2, 3), key.permute(1, 0, 2, 3)
-        ids = topk_indices if topk_indices.dtype in (torch.int32, torch.int64) else topk_indices.to(torch.int64)
+        ids = wide_ids(topk_indices)
         supported, reason = supports(q, kv, ids, v_channels=v_channels)
         if not supported:
             return None, reason
@@ -155,13 +157,12 @@ PATCH = Patch(
         Target(
             modules=(f"{_EAV}.ops.tilelang_dsa", "megatron.core.ops.attention.dsa.ops.tilelang_dsa"),
             qualname="fused_sparse_mla_absorbed",
-            # Its one caller must go on finding it as a global of the module.
-            relies_on=("run_fused_absorbed_sparse_attention",),
+            relies_on=RELIES_ON,  # its caller, and the kernels that ours stand in for
             build=build,
             level=1,  # above sparse_mla_nope, so that it sees tensors before they are padded
             known={
                 # 0.19.0 to 0.19.2, and main until 2026-08-22
-                "da81cbf0cf7c5b5a03edf1cffb214e632243127f7dc9cf209f4b4f138136a10c": "needs",
+                "b1d606b45c7afb0f2d484c6d4bb090db0372453b0bfbc0c01664be2523f61f5c": "needs",
             },
         ),
     ),

@@ -81,10 +81,10 @@ def build(below: Below) -> Callable[..., Any]:
         query_bshd = query.permute(1, 0, 2, 3)
         key_bshd = key.permute(1, 0, 2, 3)
         if not on_kernel:
+            scale = width**-0.5 if softmax_scale is None else softmax_scale
+            out, _ = sparse_mla(query_bshd, key_bshd, wide_ids(topk_indices), scale=scale, v_channels=V_CHANNELS)
             if not is_compiling():
                 counters.hit("chunked")
-            scale = width**-0.5 if softmax_scale is None else softmax_scale
-            out, _ = sparse_mla(query_bshd, key_bshd, topk_indices, scale=scale, v_channels=V_CHANNELS)
             return out.permute(1, 0, 2, 3).contiguous()
 
         kernel_heads = max(MIN_HEADS, 1 << (heads - 1).bit_length())
@@ -110,6 +110,13 @@ def build(below: Below) -> Callable[..., Any]:
     return fused_sparse_mla_absorbed
 
 
+def wide_ids(topk_indices: torch.Tensor) -> torch.Tensor:
+    """Ids of a type that holds -1 and every row: int32 and int64 as they are, other types as int64."""
+    import torch
+
+    return topk_indices if topk_indices.dtype in (torch.int32, torch.int64) else topk_indices.to(torch.int64)
+
+
 def valid_ids(topk_indices: torch.Tensor, skv: int) -> torch.Tensor:
     """int32 ids with everything outside [0, skv) turned into -1, which the kernel masks.
 
@@ -117,9 +124,8 @@ def valid_ids(topk_indices: torch.Tensor, skv: int) -> torch.Tensor:
     """
     import torch
 
-    # Masked before the cast: an int64 id of 2**32 must not become 0. Narrower types cannot hold -1 and skv.
-    if topk_indices.dtype not in (torch.int32, torch.int64):
-        topk_indices = topk_indices.to(torch.int64)
+    # Masked before the cast to int32: an int64 id of 2**32 must not become 0.
+    topk_indices = wide_ids(topk_indices)
     if topk_indices.is_cuda and not torch.compiler.is_compiling():
         ids = _in_one_launch(topk_indices, skv)
         if ids is not None:
@@ -174,7 +180,7 @@ def _short(dtype: Any) -> str:
 
 
 def count_decline(
-    counters: Any, reason: str, query: Any, key: Any, topk_indices: Any, fallback: str, fallback_bytes: int
+    counters: Any, reason: str, query: Any, key: Any, topk_indices: Any, fallback: str, fallback_bytes: int | None
 ) -> None:
     """Count the decline and warn, except under torch.compile, where only MCORE_PATCHES_ON_DECLINE=raise is obeyed."""
     import torch
@@ -188,10 +194,10 @@ def count_decline(
     counters.decline(reason, shape_class=shape_class, fallback=fallback, fallback_bytes=fallback_bytes)
 
 
-def dense_bytes(query: Any, key: Any) -> int:
-    """What megatron's own path allocates for the scores [b, heads, sq, skv] in fp32."""
+def dense_bytes(query: Any, key: Any) -> int | None:
+    """What megatron's own path allocates for the scores [b, heads, sq, skv] in fp32; None if the shapes do not tell."""
     if query.ndim != 4 or key.ndim != 4:
-        return 0
+        return None
     sq, b, heads, _ = query.shape
     return 4 * b * heads * sq * key.size(0)
 
@@ -270,6 +276,15 @@ def health(probing: Probing) -> str | None:
     return None
 
 
+RELIES_ON = (
+    # Its one caller, which must go on finding it as a global of the module.
+    "run_fused_absorbed_sparse_attention",
+    # What runs the kernels: the widths and top-k that it takes, its scale, which heads and rows it masks.
+    ".sparse_mla:SparseMLA",
+    ".tilelang_sparse_mla_fwd:sparse_mla_fwd_interface",
+    ".tilelang_sparse_mla_bwd:sparse_mla_bwd",
+)
+
 _EAV = "megatron.core.transformer.experimental_attention_variant"
 
 PATCH = Patch(
@@ -285,12 +300,11 @@ PATCH = Patch(
         Target(
             modules=(f"{_EAV}.ops.tilelang_dsa", "megatron.core.ops.attention.dsa.ops.tilelang_dsa"),
             qualname="fused_sparse_mla_absorbed",
-            # Its one caller must go on finding it as a global of the module.
-            relies_on=("run_fused_absorbed_sparse_attention",),
+            relies_on=RELIES_ON,
             build=build,
             known={
                 # 0.19.0 to 0.19.2, and main until 2026-08-22
-                "da81cbf0cf7c5b5a03edf1cffb214e632243127f7dc9cf209f4b4f138136a10c": "needs",
+                "b1d606b45c7afb0f2d484c6d4bb090db0372453b0bfbc0c01664be2523f61f5c": "needs",
             },
         ),
     ),

@@ -59,6 +59,7 @@ def test_the_table_has_everything_that_a_person_asks_for():
         "keeps the original: a list of 2 items",
         "3 calls, 2 fused; 2 padded; 1 declined: float16; the largest fallback took 1.5 GiB",
         "delete when: upstream multiplies",
+        "calls: those under torch.compile are neither counted nor logged",
     ):
         assert part in text
     assert all(len(line) <= 120 for line in text.splitlines())
@@ -70,6 +71,7 @@ def test_the_table_of_what_is_not_in_place():
     )
     assert "NOT_APPLIED (would be PENDING)" in text
     assert "reason: lacks the fix" in text
+    assert "torch.compile" not in text
     nothing = Report((), {"text": None}, "3.12.1", "0.1.0")
     assert "megatron-core not found" in str(nothing)
 

@@ -14,13 +14,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import mcore_patches
-from mcore_patches.overlay.errors import DeclinedError
+from mcore_patches.overlay.errors import DeclinedError, NotAppliedError
 from mcore_patches.overlay.patch import State
 from mcore_patches.patches import sparse_mla_nope
 from tests.overlay.isolation import isolated
 from tests.overlay.stubs import Records
 from tests.patches.upstream_dsa import (
     DSA,
+    EAV,
+    KERNELS,
     DenseKernel,
     RecordingKernel,
     dense,
@@ -297,7 +299,9 @@ def test_a_declined_call_has_a_reason_is_counted_and_warns_once(tmp_path, kind):
     ((level, text),) = log.lines()
     assert level == "WARNING"
     assert said in text
-    assert "a dense fp32 softmax over [b, heads, sq, skv] runs instead and allocates" in text
+    assert "a dense fp32 softmax over [b, heads, sq, skv] runs instead" in text
+    known = kind not in ("rank-of-query", "rank-of-key")
+    assert ("allocates" in text) == known, "nothing is said of what is not known"
     module.fused_sparse_mla_absorbed = upstream
     assert call_with(module, **arguments) is None, "upstream declines it too"
 
@@ -511,13 +515,50 @@ def test_a_caller_that_no_longer_finds_it_as_a_global_is_drift(tmp_path):
     assert mcore_patches.status()[ID].state is State.DRIFTED
 
 
+EDITED_KERNELS = {
+    "scale": (f"{EAV}.ops.sparse_mla", "ctx.scaling = scaling", "ctx.scaling = scaling = scaling * 2"),
+    "forward": (f"{EAV}.ops.tilelang_sparse_mla_fwd", "dim_plus_tail_dim == 576\n", "dim_plus_tail_dim == 640\n"),
+    "backward": (f"{EAV}.ops.tilelang_sparse_mla_bwd", "    D = 512\n", "    D = 256\n"),
+}
+
+
+@pytest.mark.parametrize("kind", EDITED_KERNELS)
+@isolated("torch")
+def test_a_kernel_that_is_not_the_known_one_is_drift(tmp_path, kind):
+    name, old, new = EDITED_KERNELS[kind]
+    text = upstream_text(module=name)
+    assert text.count(old) == 1
+    module = dsa_module(tmp_path, kernels={name: text.replace(old, new)})
+    row = mcore_patches.status()[ID]
+    assert row.state is State.DRIFTED
+    assert str(tmp_path.joinpath(*name.split("."))) in row.reason
+    with pytest.raises(NotAppliedError, match="sparse_mla_nope is DRIFTED"):
+        mcore_patches.apply_patches(ID, strict=True)
+    assert "__mcore_patches__" not in vars(module.fused_sparse_mla_absorbed)
+
+
+@pytest.mark.parametrize("release", ["0.19.0", "0.19.2"])
+@isolated()
+def test_every_release_has_the_known_texts(release):
+    import sys
+
+    from tests import releases
+
+    sys.path.insert(0, str(releases.path(release)))
+    row = mcore_patches.status()[ID]
+    assert (row.decision, row.targets[0].verdict) == (State.PENDING, "needs")
+
+
 @isolated("torch")
 def test_main_s_new_layout_is_found(tmp_path):
     """Later releases move the file; the same text there is the same target."""
     from tests.overlay.stubs import Tree
 
-    moved = "megatron.core.ops.attention.dsa.ops.tilelang_dsa"
-    Tree(tmp_path, "0.20.0").write(moved, upstream_text()).use()
+    package = "megatron.core.ops.attention.dsa.ops"
+    moved = f"{package}.tilelang_dsa"
+    tree = Tree(tmp_path, "0.20.0").write(moved, upstream_text()).use()
+    for name in KERNELS:
+        tree.write(f"{package}.{name.rpartition('.')[2]}", upstream_text(module=name))
     row = mcore_patches.status()[ID]
     assert (row.state, row.decision, row.targets[0].module) == (State.NOT_APPLIED, State.PENDING, moved)
 
@@ -536,6 +577,34 @@ def test_the_replacement_pickles_and_reaches_models_that_exist(tmp_path):
         assert caller(query, key, topk, 0.5, 512).shape == (2, 1, 3, 512)
     mcore_patches.revert()
     assert caller(query, key, topk, 0.5, 512) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int16, torch.float32], ids=str)
+@isolated("torch")
+def test_cpu_tensors_take_ids_of_any_type_that_upstream_takes(tmp_path, dtype):
+    module, _ = patched(tmp_path)
+    query, key, topk = inputs(3, 2, 5, 512, 9, 7, ids=(0, 9))
+    out = module.fused_sparse_mla_absorbed(query, key, topk.to(dtype), 0.5, 512)
+    assert torch.equal(out, module.fused_sparse_mla_absorbed(query, key, topk, 0.5, 512))
+    assert (counters()["calls"], counters()["routes"]) == (2, {"chunked": 2})
+
+
+@isolated("torch")
+def test_a_call_that_raises_is_no_hit(tmp_path):
+    module, _ = patched(tmp_path)
+    query, key, topk = inputs(3, 1, 5, 512, 9, 7)
+    with pytest.raises((TypeError, ValueError, RuntimeError)):
+        module.fused_sparse_mla_absorbed(query, key, topk, "wide", 512)
+    assert counters()["hits"] == 0
+
+
+@isolated("torch")
+def test_status_says_what_is_not_counted(tmp_path):
+    before = "under torch.compile"
+    dsa_module(tmp_path)
+    assert before not in str(mcore_patches.status())
+    mcore_patches.apply_patches(ID, strict=True)
+    assert "calls: those under torch.compile are neither counted nor logged" in str(mcore_patches.status())
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int64, torch.bool], ids=str)

@@ -13,6 +13,8 @@ from tests.overlay.stubs import Tree
 
 EAV = "megatron.core.transformer.experimental_attention_variant"
 DSA = f"{EAV}.ops.tilelang_dsa"
+KERNELS = tuple(f"{EAV}.ops.{name}" for name in ("sparse_mla", "tilelang_sparse_mla_fwd", "tilelang_sparse_mla_bwd"))
+"""What the replacement relies on besides. Here they cannot be imported, for want of what they import."""
 
 WIDTH_TEST = "    if query.size(-1) != 576 or v_channels != 512:\n"
 TOPK_TEST = "    if topk_indices.size(-1) % 64 != 0:\n        return None\n"
@@ -30,8 +32,8 @@ LENGTHENED = """\
 """
 
 
-def upstream_text(release: str = "0.19.2") -> str:
-    return releases.path(release).joinpath(*DSA.split(".")).with_suffix(".py").read_text()
+def upstream_text(release: str = "0.19.2", module: str = DSA) -> str:
+    return releases.path(release).joinpath(*module.split(".")).with_suffix(".py").read_text()
 
 
 def edited(*, widens: bool = False, lengthens: bool = False) -> str:
@@ -45,13 +47,20 @@ def edited(*, widens: bool = False, lengthens: bool = False) -> str:
     return text
 
 
-def dsa_module(root: Path, text: str | None = None, *, version: str = "0.19.2") -> ModuleType:
-    """Import `tilelang_dsa` from a stub tree; SparseMLA is None there, as without tilelang."""
+def dsa_module(
+    root: Path, text: str | None = None, *, version: str = "0.19.2", kernels: dict[str, str] | None = None
+) -> ModuleType:
+    """Import `tilelang_dsa` from a stub tree; SparseMLA is None there, as without tilelang.
+
+    kernels: module -> text, in place of upstream's.
+    """
     tree = Tree(root, version)
     tree.write("megatron.core.process_groups_config", "class ProcessGroupCollection:\n    pass\n")
     tree.write("megatron.core.utils", "def get_pg_size(group):\n    return 1\n")
     for name in ("dsa_indexer_loss", "dsa_layout", "dsa_masking"):
         tree.write(f"{EAV}.{name}", "")
+    for name in KERNELS:
+        tree.write(name, (kernels or {}).get(name) or upstream_text(module=name))
     tree.write(DSA, upstream_text() if text is None else text).use()
     return importlib.import_module(DSA)
 
