@@ -2,9 +2,9 @@
 
 Adds to `TransformerConfig` the fields of `attention.qsa.config.FIELDS`, checked at construction; lets megatron's spec
 functions for experimental variants return QSA layers, in every layer (variant "qsa") or in the standard layers beside
-gated delta nets (variant "gated_delta_net" with qsa_indexer_n_heads); and tells the layers how the schedules scale the
-main loss. The layers themselves are in `mcore_patches.attention.qsa`. Upstream: NVIDIA/Megatron-LM#7060, with the open
-changes #7234 and #7553.
+gated delta nets (variant "gated_delta_net" with qsa_indexer_n_heads); refuses megatron's own self-attention where the
+config asks for QSA; and tells the layers how the schedules scale the main loss. The layers themselves are in
+`mcore_patches.attention.qsa`. Upstream: NVIDIA/Megatron-LM#7060, with the open changes #7234 and #7553.
 """
 
 from __future__ import annotations
@@ -55,6 +55,17 @@ def _qsa_spec(config: Any, backend: Any, below: Below) -> Any:
     if backend is None:
         backend = below.module._get_backend_spec_provider(config=config)
     return get_qsa_module_spec_for_backend(config, backend)
+
+
+def build_self_attention(below: Below) -> Callable[..., None]:
+    def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+        if uses_qsa(config):
+            from mcore_patches.attention.qsa.spec import check_is_qsa
+
+            check_is_qsa(self, config)
+        below.call(self, config, *args, **kwargs)
+
+    return __init__
 
 
 def build_loss_scale(below: Below) -> Callable[..., Any]:
@@ -166,6 +177,18 @@ PATCH = Patch(
                 "bcff51105ca3c94c0ea6d141c066caaa7228f3e3c13d2c47b1ce077b5c7abcc7": "needs",  # 0.16.1
                 "3615acfc7f05639117f5f9329b5ff166c1f96ab63ffb25cdede93fd7fdb8770b": "needs",  # main at 1dcf0da
                 "f2d065bc6cf0b9653073778959df7e2903633fc935cb0cb0bd876e712b104c21": "needs",  # 0.17.1 to 0.19.2
+            },
+        ),
+        Target(
+            modules=("megatron.core.transformer.attention",),
+            qualname="SelfAttention.__init__",
+            build=build_self_attention,
+            known={
+                "8cb66e5624cd54f9c9b9e2f8feb1c30a3850ab9af543ae676a20956aab844eba": "needs",  # 0.16.1, main at 1dcf0da
+                "330316f0114b5aaa94619015b7fe91474b42198629befe5c93a1463100ced5a0": "needs",  # 0.17.1
+                # 0.18.2 to 0.19.2, main at 71e418e
+                "5935fdafc9da2c9470be8b0828a363c213dfc2cf96a507541a8e17f37bd039b3": "needs",
+                "242bb19af4b8b4198a981e98dd26e7a9a17133ffc8f49193c3809f0339c9618e": "needs",  # main, 14346b6 to d98e8a6
             },
         ),
         Target(

@@ -177,6 +177,7 @@ def one_process() -> Iterator[tuple[str, Any]]:
         yield from multi_token_prediction()
         yield from spec_functions()
         yield from stages()
+        yield from own_loops()
         yield from half_precision()
         if importlib.util.find_spec("megatron.core.models.hybrid") is not None:
             yield from hybrid()
@@ -286,15 +287,12 @@ def built_of_other_layers() -> Iterator[tuple[str, bool]]:
     for fields in ({}, {"qsa_stage": "frozen"}):
         with parallel.model_parallel():
             config = qsa_config(**fields)
-            spec = gqa_attention_spec(config)
-            spec.submodules = dataclasses.replace(spec.submodules, q_layernorm=QKNorm, k_layernorm=QKNorm)
-            model = build_gpt(config, block_spec(config, spec), **ROTARY)
-            with pytest.raises(
-                RuntimeError,
-                match=r"decoder\.layers\.0\.self_attention is SelfAttention and the model has no QSA layer",
-            ):
-                step([model], batches(False))
-            DSAIndexerLossLoggingHelper.tracker.clear()
+            dense = gqa_attention_spec(config)
+            dense.submodules = dataclasses.replace(dense.submodules, q_layernorm=QKNorm, k_layernorm=QKNorm)
+            for specs in (dense, [qsa_spec(config), dense]):
+                with pytest.raises(ValueError, match=r"qsa_indexer_n_heads=4 asks for QSA, but .* has SelfAttention"):
+                    build_gpt(config, block_spec(config, specs), **ROTARY)
+            build_gpt(without_qsa(config), block_spec(config, dense), **ROTARY)
     yield "built of other layers", True
 
 
@@ -499,10 +497,30 @@ def stages() -> Iterator[tuple[str, Any]]:
         with pytest.raises(RuntimeError, match=r"output_layer\.weight requires a gradient: call .*\.freeze_backbone"):
             step(chunks, batches(False))
         tracked()
-        wrapped = wrap_with_ddp(build({}, {}))
-        with pytest.raises(ValueError, match="wrapped in DistributedDataParallel already"):
-            freeze_backbone(wrapped)
+        freeze_backbone(chunks)
+        for wrapped in (wrap_with_ddp(chunks), [torch.nn.parallel.DistributedDataParallel(chunks[0])]):
+            with pytest.raises(ValueError, match="wrapped in DistributedDataParallel already"):
+                freeze_backbone(wrapped)
     yield "guards", True
+
+
+def own_loops() -> Iterator[tuple[str, Any]]:
+    """Without a schedule the layers look at the whole model that calls them, at each forward pass in training mode."""
+    batch = batches(True, 1)[0]
+    for recompute in ("none", "full"):
+        for name in ("embedding.word_embeddings", "decoder.layers.1.mlp.linear_fc1", "output_layer"):
+            with parallel.model_parallel():
+                (model,) = build({"qsa_stage": "warmup", **RECOMPUTE[recompute]}, {})
+                _indexer_gradients_outside_schedules(model, batch)
+                model.get_submodule(name).weight.requires_grad_(True)
+                message = rf"{name}\.weight requires a gradient: call .*freeze_backbone"
+                for again in (model, torch.nn.parallel.DistributedDataParallel(model)):
+                    with pytest.raises(RuntimeError, match=message):
+                        _indexer_gradients_outside_schedules(again, batch)
+                    discard_saved_routes(model)
+                freeze_backbone(model)
+                _indexer_gradients_outside_schedules(model, batch)
+    yield "own loops", True
 
 
 def half_precision() -> Iterator[tuple[str, float]]:

@@ -12,17 +12,14 @@ from typing import Any
 
 import pytest
 import torch
-from megatron.core import tensor_parallel
 from megatron.core.model_parallel_config import ModelParallelConfig
-from megatron.core.tensor_parallel.random import _unset_checkpointing
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-from mcore_patches.attention.qsa import freeze_backbone
 from mcore_patches.attention.qsa.config import FIELDS, STAGES, fields_markdown, uses_qsa
 from mcore_patches.attention.qsa.support import CHOICES, EXCLUDED, FEATURES, Setup, refusal, support_matrix_markdown
 from mcore_patches.cpu.models import gpt_config
 from tests import readme_tables
-from tests.attention.tiny import packed_params, qsa_config, qsa_layer, rotary_table, run_layer
+from tests.attention.tiny import packed_params, qsa_config, qsa_layer, rotary_table
 
 pytestmark = pytest.mark.usefixtures("megatron")
 
@@ -264,92 +261,6 @@ def test_calls_that_qsa_cannot_serve_are_refused() -> None:
         ValueError, match="rotary embedding covers 32 channels, index heads have qsa_indexer_head_dim=16"
     ):
         layer(x, None, rotary_pos_emb=rotary_table(8, 32))
-
-
-def test_warmup_refuses_a_trained_backbone() -> None:
-    layer = qsa_layer(qsa_config(qsa_stage="warmup"))
-    with pytest.raises(RuntimeError, match=r"trains only the indexer, but linear_proj\.weight requires a gradient"):
-        run_layer(layer, torch.randn(8, 1, 64))
-    freeze_backbone(layer)
-    run_layer(layer, torch.randn(8, 1, 64)).sum().backward()
-    assert all(p.grad is not None for p in layer.indexer.parameters())
-
-
-def _built(stage: str) -> Any:
-    layer = qsa_layer(qsa_config(qsa_stage=stage))
-    if stage == "warmup":
-        freeze_backbone(layer)
-    return layer
-
-
-@pytest.mark.parametrize(
-    ("built", "set_to", "message"),
-    [
-        ("frozen", "sparse", r"qsa_stage='sparse' trains the indexer, but indexer\.index_qk_proj\.weight requires no"),
-        (
-            "frozen",
-            "warmup",
-            "qsa_stage='warmup' trains the indexer, but .* requires no gradient: set the stage before",
-        ),
-        ("sparse", "frozen", r"qsa_stage='frozen' does not train the indexer, but .*weight requires a gradient"),
-        (
-            "sparse",
-            "warmup",
-            r"qsa_stage='warmup' trains only the indexer, but linear_proj\.weight requires a gradient",
-        ),
-    ],
-    ids=lambda x: x if len(x) < 7 else "",
-)
-def test_stage_of_a_built_model_cannot_be_changed(built: str, set_to: str, message: str) -> None:
-    layer = _built(built)
-    layer.config.qsa_stage = set_to
-    layer.config.qsa_indexer_loss_coeff = None if set_to == "frozen" else 0.5
-    with pytest.raises(RuntimeError, match=message):
-        run_layer(layer, torch.randn(8, 1, 64))
-    run_layer(layer.eval(), torch.randn(8, 1, 64))  # evaluation trains nothing
-
-
-def test_stage_set_later_still_needs_its_coefficient() -> None:
-    layer = qsa_layer(qsa_config(qsa_stage="frozen"))
-    layer.config.qsa_stage = "sparse"
-    with pytest.raises(ValueError, match="qsa_indexer_loss_coeff=None: qsa_stage='sparse' trains the indexer"):
-        run_layer(layer, torch.randn(8, 1, 64))
-
-
-@pytest.mark.parametrize(
-    ("model", "error", "message"),
-    [
-        (torch.nn.Linear(2, 2), ValueError, "freeze_backbone: Linear has no QSA layers and its config asks for none"),
-        ([torch.nn.Linear(2, 2)], ValueError, "freeze_backbone: Linear has no QSA layers"),
-        ("gpt", TypeError, "freeze_backbone: model must be a module or a sequence of them, got str"),
-        ([3], TypeError, "freeze_backbone: model must be a module or a sequence of them, got list"),
-        (None, TypeError, "got NoneType"),
-    ],
-    ids=["module", "modules", "str", "int", "None"],
-)
-def test_freeze_backbone_wants_a_model_with_qsa(model: Any, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        freeze_backbone(model)
-    if isinstance(model, torch.nn.Module):
-        assert model.weight.requires_grad
-
-
-def test_freeze_backbone_freezes_stages_without_qsa_layers() -> None:
-    stage = torch.nn.Linear(2, 2)
-    stage.config = qsa_config(qsa_stage="warmup")  # type: ignore[assignment]
-    freeze_backbone([stage])
-    assert not stage.weight.requires_grad
-
-
-def test_warmup_in_a_checkpoint_needs_freeze_backbone() -> None:
-    """Frozen by hand, the input of a checkpoint requires no gradient and its indexer would not train."""
-    layer = qsa_layer(qsa_config(qsa_stage="warmup"))
-    for name, parameter in layer.named_parameters():
-        parameter.requires_grad_(name.startswith("indexer."))
-    with pytest.raises(RuntimeError, match=r"with full recomputation: .*freeze_backbone\(model\) sees to that"):
-        tensor_parallel.checkpoint(lambda x: run_layer(layer, x), False, torch.randn(8, 1, 64))
-    _unset_checkpointing()
-    run_layer(layer, torch.randn(8, 1, 64))
 
 
 def test_stages_are_those_of_the_field() -> None:

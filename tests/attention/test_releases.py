@@ -31,6 +31,7 @@ def test_one_process(release: str) -> None:
         "reverted",
         "layer patterns",
         "guards",
+        "own loops",
     } <= set(cases)
     assert ("hybrid, full recomputation" in cases) == releases.at_least(release, "0.18.2")
 
@@ -52,7 +53,7 @@ def test_snapshots_are_compared_by_fingerprint(capsys: pytest.CaptureFixture[str
     """`python -m tests.attention.snapshot`, which runs the cases above on a checkout of Megatron-LM."""
     for release in releases.RELEASES:
         lines = snapshot.fingerprints(releases.path(release))
-        assert len(lines) == 5
+        assert len(lines) == 6
         assert all(line.endswith("  needs") for line in lines), lines
     assert snapshot.main(["/nowhere"]) == 2
     assert "python -m tests.attention.snapshot CHECKOUT" in capsys.readouterr().err

@@ -446,8 +446,14 @@ def test_injection_counts_forward_passes() -> None:
     run_layer(layer, x)  # selects for itself again
 
 
-def test_dense_warmup_takes_no_routes() -> None:
+def test_dense_warmup_has_no_routes() -> None:
     layer = qsa_layer(qsa_config(qsa_stage="warmup"))
-    freeze_backbone(layer)
-    with pytest.raises(RouteError, match="left over"), inject_routes(layer, {1: [torch.full((8, 2), -1)]}):
-        run_layer(layer, torch.randn(8, 1, 64))
+    message = "qsa_stage='warmup' attends everything, so there are no routes"
+    with pytest.raises(ValueError, match=f"inject_routes: {message}"), inject_routes(layer, {1: []}):
+        pass
+    with pytest.raises(ValueError, match=f"record_routes: {message}"), record_routes(layer):
+        pass
+    layer.config.qsa_stage = "sparse"
+    with record_routes(layer) as routes:
+        run_layer(layer.eval(), torch.randn(8, 1, 64))
+    assert len(routes[1]) == 1

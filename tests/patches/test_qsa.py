@@ -62,6 +62,7 @@ def apply_use_revert(release: str) -> None:
         specs._get_self_attention_module_spec,
         schedules.forward_step_calc_loss,
         config_class.__post_init__,
+        importlib.import_module("megatron.core.transformer.attention").SelfAttention.__init__,
     ):
         assert "mcore_patches" not in function.__code__.co_filename
     assert mcore_patches.apply_patches("qsa", strict=True)["qsa"].state is State.APPLIED

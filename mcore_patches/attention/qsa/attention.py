@@ -58,8 +58,8 @@ class QSASelfAttention(SelfAttention):
     """Megatron's self-attention with QSA: projections, norms, gate and output are the parent's.
 
     Interface and state dict are those of `SelfAttention`, and an `indexer` more. What a call does depends on
-    `config.qsa_stage`, read at the call. Whether the indexer's parameters require gradients was decided by the stage at
-    construction; a call in training mode raises where that does not fit:
+    `config.qsa_stage`, read at the call. A call in training mode raises unless that is the stage at construction, which
+    decided whether the indexer's parameters require gradients; evaluation takes any:
 
     "frozen": attend selected blocks; the indexer gets no gradient.
     "warmup": attend everything, without gradients; the indexer learns the head-summed attention over all blocks.
@@ -77,6 +77,7 @@ class QSASelfAttention(SelfAttention):
         self.loss_scale = LossScale()
         # Set by freeze_backbone, which also lets gradients into checkpoints.
         self.backbone_is_frozen = False
+        self.built_stage: str = config.qsa_stage
         self.global_layer_number: int = self.layer_number
 
     def forward(
@@ -203,6 +204,11 @@ class QSASelfAttention(SelfAttention):
     def _layout(self, query: Tensor, attention_mask: Tensor | None, packed_seq_params: Any) -> TokenLayout:
         cp_group = self.pg_collection.cp
         if packed_seq_params is not None:
+            if query.shape[1] != 1:
+                raise ValueError(
+                    f"hidden_states are a batch of {query.shape[1]} with packed_seq_params, "
+                    f"must be [tokens, 1, hidden]: packed documents follow each other"
+                )
             return packed_layout(packed_seq_params, query.shape[0], self.indexer.ratio, cp_group)
         layout = batch_layout(query.shape[0], query.shape[1], self.indexer.ratio, query.device, cp_group)
         if attention_mask is not None:

@@ -1,21 +1,30 @@
-"""Who trains in which stage: freeze the backbone for warmup, and notice parameters that do not fit the stage."""
+"""Who trains in which stage: freeze the backbone for warmup, and notice what does not fit the stage."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+import sys
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 from mcore_patches.attention.qsa.config import check_loss, trains_indexer, uses_qsa
 from mcore_patches.attention.qsa.indexer import QSAIndexer
-from mcore_patches.attention.qsa.routes import qsa_layers
+from mcore_patches.attention.qsa.routes import is_recomputation, qsa_layers
 
 if TYPE_CHECKING:
     from mcore_patches.attention.qsa.attention import QSASelfAttention
 
 _HIDDEN = "hidden_states"
+# Of layers in stage "warmup": the outermost module that ran them last, and parameters in it that must not train. One
+# layer of a model watches all of them, the others none.
+_watched: weakref.WeakKeyDictionary[
+    QSASelfAttention, tuple[weakref.ref[torch.nn.Module], tuple[tuple[str, torch.nn.Parameter], ...]]
+] = weakref.WeakKeyDictionary()
 
 
 def freeze_backbone(model: torch.nn.Module | Sequence[torch.nn.Module]) -> None:
@@ -29,22 +38,16 @@ def freeze_backbone(model: torch.nn.Module | Sequence[torch.nn.Module]) -> None:
 
     Raises:
         TypeError: not a module or several.
-        ValueError: neither the model nor its config has to do with QSA; or the model is wrapped already, so that DDP
-            would wait for gradients that do not come.
+        ValueError: an empty sequence; neither the model nor its config has to do with QSA; the stage is another; or the
+            model is wrapped already, so that DDP would wait for gradients that do not come.
     """
     chunks = [model] if isinstance(model, torch.nn.Module) else model
     if not isinstance(chunks, Sequence) or not all(isinstance(chunk, torch.nn.Module) for chunk in chunks):
         raise TypeError(f"freeze_backbone: model must be a module or a sequence of them, got {type(model).__name__}")
+    if not chunks:
+        raise ValueError("freeze_backbone: model is an empty sequence, must be a module or at least one")
     for chunk in chunks:
-        if hasattr(chunk, "ddp_config"):
-            raise ValueError(
-                f"freeze_backbone: model is wrapped in {type(chunk).__name__} already; call it before that"
-            )
-        if not any(qsa_layers(chunk)) and not uses_qsa(getattr(chunk, "config", None)):
-            raise ValueError(
-                f"freeze_backbone: {type(chunk).__name__} has no QSA layers and its config asks for none, so that "
-                f"nothing would train"
-            )
+        _check_can_freeze(chunk)
     for chunk in chunks:
         chunk.requires_grad_(False)
         for module in chunk.modules():
@@ -54,6 +57,27 @@ def freeze_backbone(model: torch.nn.Module | Sequence[torch.nn.Module]) -> None:
                 module.register_forward_pre_hook(_require_gradient, with_kwargs=True)
         for layer in qsa_layers(chunk):
             layer.backbone_is_frozen = True
+            _watched.pop(layer, None)
+
+
+def _check_can_freeze(chunk: torch.nn.Module) -> None:
+    for module in chunk.modules():
+        if isinstance(module, DistributedDataParallel) or hasattr(module, "ddp_config"):
+            raise ValueError(
+                f"freeze_backbone: model is wrapped in {type(module).__name__} already; call it before that"
+            )
+    configs = [layer.config for layer in qsa_layers(chunk)] or [getattr(chunk, "config", None)]
+    if not uses_qsa(configs[0]):
+        raise ValueError(
+            f"freeze_backbone: {type(chunk).__name__} has no QSA layers and its config asks for none, so that nothing "
+            f"would train"
+        )
+    for config in configs:
+        if config.qsa_stage != "warmup":
+            raise ValueError(
+                f"freeze_backbone: qsa_stage={config.qsa_stage!r} trains the backbone, must be 'warmup': set it before "
+                f"the model is built"
+            )
 
 
 def _is_stack(module: torch.nn.Module) -> bool:
@@ -86,17 +110,48 @@ def check_stage(layer: QSASelfAttention) -> None:
             "the patch qsa was reverted while a model with QSA layers trains: megatron's schedules no longer tell the "
             "layers how they scale the loss, call mcore_patches.apply_patches('qsa')"
         )
+    if config.qsa_stage != layer.built_stage:
+        raise RuntimeError(
+            f"config.qsa_stage={config.qsa_stage!r}, but the model was built in stage {layer.built_stage!r}, which "
+            f"decides on the gradients of its parameters: build a model of the new stage and load the weights into it"
+        )
     check_loss(config)
     trains = trains_indexer(config)
     for name, parameter in layer.indexer.named_parameters():
         if parameter.requires_grad != trains:
             raise RuntimeError(
                 f"qsa_stage={config.qsa_stage!r} {'trains' if trains else 'does not train'} the indexer, but "
-                f"indexer.{name} {'requires no' if trains else 'requires a'} gradient: set the stage before the model "
-                f"is built, and leave requires_grad of the indexer's parameters to it"
+                f"indexer.{name} {'requires no' if trains else 'requires a'} gradient: leave requires_grad of the "
+                f"indexer's parameters to the stage that the model is built in"
             )
-    if config.qsa_stage == "warmup":
-        check_backbone_frozen(layer)
+    if config.qsa_stage == "warmup" and not is_recomputation():
+        _check_running_model(layer)
+
+
+def _check_running_model(layer: QSASelfAttention) -> None:
+    """Check all parameters of the model that runs, which are collected when it first does."""
+    running = _running_modules(layer)
+    outermost, backbone = _watched.get(layer, (None, ()))
+    if outermost is None or outermost() is not running[0]:
+        model = next(module for module in running if any(inside is layer for inside in module.modules()))
+        backbone = tuple(_backbone(model))
+        _watched.update((other, (weakref.ref(running[0]), ())) for other in qsa_layers(model))
+        _watched[layer] = (weakref.ref(running[0]), backbone)
+    _check_frozen(backbone)
+
+
+def _running_modules(layer: QSASelfAttention) -> list[torch.nn.Module]:
+    """The modules whose `forward` is under way, from the outermost to the layer, in a schedule or in any other loop.
+
+    Modules do not know what holds them, and a layer may be called by itself: the call stack is what can be asked.
+    """
+    modules: list[torch.nn.Module] = [layer]
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_name == "forward" and isinstance(caller := frame.f_locals.get("self"), torch.nn.Module):
+            modules.append(caller)
+        frame = frame.f_back
+    return modules[::-1]
 
 
 def check_frozen_before_checkpoint(layer: QSASelfAttention) -> None:
@@ -111,15 +166,21 @@ def check_frozen_before_checkpoint(layer: QSASelfAttention) -> None:
 
 def check_backbone_frozen(model: torch.nn.Module) -> None:
     """Raise RuntimeError naming the first parameter outside the indexers that requires a gradient."""
-    for name in _trained_backbone(model):
-        raise RuntimeError(
-            f"qsa_stage='warmup' trains only the indexer, but {name} requires a gradient: call "
-            f"mcore_patches.attention.qsa.freeze_backbone(model) before the model is wrapped in DDP"
-        )
+    _check_frozen(_backbone(model))
 
 
-def _trained_backbone(model: torch.nn.Module) -> Iterator[str]:
+def _check_frozen(backbone: Iterable[tuple[str, torch.nn.Parameter]]) -> None:
+    for name, parameter in backbone:
+        if parameter.requires_grad:
+            raise RuntimeError(
+                f"qsa_stage='warmup' trains only the indexer, but {name} requires a gradient: call "
+                f"mcore_patches.attention.qsa.freeze_backbone(model) before the model is wrapped in DDP"
+            )
+
+
+def _backbone(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """Name and parameter of all that is outside the indexers."""
     indexers = {id(p) for m in model.modules() if isinstance(m, QSAIndexer) for p in m.parameters()}
     for name, parameter in model.named_parameters():
-        if parameter.requires_grad and id(parameter) not in indexers:
-            yield name
+        if id(parameter) not in indexers:
+            yield name, parameter

@@ -144,14 +144,18 @@ def _check_boundaries(packed: Any, num_tokens: int) -> None:
     torch._assert_async(
         laid_out[-1] <= num_tokens, f"packed_seq_params: the documents end after the batch's {num_tokens} tokens"
     )
-    keys = packed.cu_seqlens_kv
-    if keys is not None and keys is not true:
-        if keys.shape != true.shape:
+    for suffix, queries in ("", true), ("_padded", laid_out):
+        keys = getattr(packed, f"cu_seqlens_kv{suffix}")
+        if keys is None or keys is queries:
+            continue
+        if keys.shape != queries.shape:
             raise ValueError(
-                f"packed_seq_params.cu_seqlens_kv {tuple(keys.shape)} and cu_seqlens_q {tuple(true.shape)} differ: "
-                f"QSA is self-attention"
+                f"packed_seq_params.cu_seqlens_kv{suffix} {tuple(keys.shape)} and cu_seqlens_q{suffix} "
+                f"{tuple(queries.shape)} differ: QSA is self-attention"
             )
-        torch._assert_async((keys == true).all(), "packed_seq_params.cu_seqlens_kv must equal cu_seqlens_q")
+        torch._assert_async(
+            (keys == queries).all(), f"packed_seq_params.cu_seqlens_kv{suffix} must equal cu_seqlens_q{suffix}"
+        )
 
 
 def _layout(

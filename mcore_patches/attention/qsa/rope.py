@@ -40,10 +40,14 @@ def rotations(table: Tensor, layout: TokenLayout, concentration: float) -> Rotat
     Args:
         table: what megatron's rotary embeddings return, angles [positions, 1 or B, 1, rotary channels]. For batches a
             row for each of this rank's places; for packed documents a row for each position in a document or, if it has
-            as
-            many rows as the batch has tokens, for each token.
+            as many rows as the batch has tokens, for each token.
         concentration: factor on cos and sin, YaRN's attention factor.
+
+    Raises:
+        ValueError: batches and a table of another length. RuntimeError: packed documents and a table that ends before
+            the longest; on CUDA this is a device-side assertion.
     """
+    _check_length(table, layout)
     first = layout.block_tokens.clamp(min=0)
     if not layout.packed:
         angles = layout.to_rows(table[:, :, 0].expand(-1, layout.batch, -1))
@@ -55,6 +59,18 @@ def rotations(table: Tensor, layout: TokenLayout, concentration: float) -> Rotat
         angles = table[:, 0, 0].index_select(0, layout.rows.pos.clamp(min=0))
         blocks = table[:, 0, 0].index_select(0, layout.all_rows.pos.index_select(0, first).clamp(min=0))
     return Rotations(_rotation(angles, concentration), _rotation(blocks, concentration))
+
+
+def _check_length(table: Tensor, layout: TokenLayout) -> None:
+    rows = table.shape[0]
+    if not layout.packed:
+        places = layout.tokens.shape[0] // layout.batch
+        if rows != places:
+            raise ValueError(f"rotary_pos_emb has {rows} rows, must have one for each of {places} places in a sequence")
+    elif rows != layout.num_tokens:
+        torch._assert_async(
+            (layout.all_rows.pos < rows).all(), f"rotary_pos_emb has {rows} rows, and a document is longer than that"
+        )
 
 
 def _rotation(angles: Tensor, concentration: float) -> Rotation:

@@ -229,6 +229,8 @@ def _by_number(model: torch.nn.Module | Sequence[torch.nn.Module], caller: str) 
     layers: dict[int, QSASelfAttention] = {}
     for layer in qsa_layers(model):
         number = layer.global_layer_number
+        if layer.config.qsa_stage == "warmup":
+            raise ValueError(f"{caller}: qsa_stage='warmup' attends everything, so there are no routes")
         if layers.setdefault(number, layer) is not layer:
             raise ValueError(
                 f"{caller}: two QSA layers have the number {number}, so the models are several; call it once for each"
@@ -256,7 +258,7 @@ def record_routes(model: torch.nn.Module | Sequence[torch.nn.Module]) -> Iterato
         batch follow each other. With context parallelism recording is a collective of all its ranks.
 
     Raises:
-        ValueError: several models that number their layers alike.
+        ValueError: stage "warmup", which has no routes; several models that number their layers alike.
     """
     layers = _by_number(model, "record_routes")
     recorded: dict[int, list[Tensor]] = {number: [] for number in layers}
@@ -282,8 +284,8 @@ def inject_routes(
             take routes of an injection around this one. A recomputation uses none of its own.
 
     Raises:
-        ValueError: a layer number that the model does not have, or several models that number their layers alike, on
-            entry.
+        ValueError: stage "warmup", a layer number that the model does not have, or several models that number their
+            layers alike, on entry.
         RouteError: on exit without another exception, when routes are left over. Further errors as in
             `LayerRoutes.take_given`, in the forward pass.
     """

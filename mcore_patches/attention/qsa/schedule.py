@@ -6,7 +6,6 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
-from megatron.core.transformer.attention import SelfAttention
 
 from mcore_patches.attention.qsa.config import trains_indexer, uses_qsa
 from mcore_patches.attention.qsa.freezing import check_backbone_frozen
@@ -27,8 +26,7 @@ def after_forward(model: torch.nn.Module, output: Any, config: Any, num_microbat
             schedule's; that of the QSA layers may be another, inside a model of several.
 
     Raises:
-        RuntimeError: stage "warmup" and a parameter outside the indexers requires a gradient; a model whose config asks
-            for QSA was built of other layers.
+        RuntimeError: stage "warmup" and a parameter outside the indexers requires a gradient.
     """
     if uses_qsa(config) and trains_indexer(config):
         if config.qsa_stage == "warmup":
@@ -36,8 +34,6 @@ def after_forward(model: torch.nn.Module, output: Any, config: Any, num_microbat
         start_tracking(config)
     if model not in _layers:
         _layers[model] = [weakref.ref(layer) for layer in qsa_layers(model)]
-        if not _layers[model]:
-            _check_not_dense(model)
     layers = [layer for layer in (ref() for ref in _layers[model]) if layer is not None]
     if not layers:
         return
@@ -48,18 +44,6 @@ def after_forward(model: torch.nn.Module, output: Any, config: Any, num_microbat
         layer.loss_scale = LossScale()
         # Without a gradient there will be no backward pass, hence no recomputation.
         layer.routes.settle(keep=first.requires_grad)
-
-
-def _check_not_dense(model: torch.nn.Module) -> None:
-    # Megatron's other spec functions (get_gpt_layer_..._spec) do not look at the variant.
-    for name, module in model.named_modules():
-        if isinstance(module, SelfAttention) and uses_qsa(module.config):
-            raise RuntimeError(
-                f"{name} is {type(module).__name__} and the model has no QSA layer, while "
-                f"qsa_indexer_n_heads={module.config.qsa_indexer_n_heads} asks for them: build it with "
-                f"get_transformer_block_with_experimental_attention_variant_spec, or put "
-                f"mcore_patches.attention.qsa.get_qsa_module_spec_for_backend into a spec of your own"
-            )
 
 
 def _first_tensor(output: Any) -> torch.Tensor:

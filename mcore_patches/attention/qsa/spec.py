@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from megatron.core.transformer.attention import SelfAttentionSubmodules
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
 
 from mcore_patches.attention.qsa.attention import BlockSparseCore, QSASelfAttention
+from mcore_patches.attention.qsa.config import uses_qsa
 from mcore_patches.attention.qsa.indexer import QKNorm
 
 __all__ = ["get_qsa_module_spec_for_backend", "with_qsa_attention"]
@@ -60,6 +61,23 @@ def with_qsa_attention(stack: ModuleSpec, config: Any, backend: Any) -> ModuleSp
         ),
     )
     return dataclasses.replace(stack, submodules=dataclasses.replace(stack.submodules, attention_layer=layer))
+
+
+def check_is_qsa(layer: SelfAttention, config: Any) -> None:
+    """Refuse megatron's own self-attention in a model whose config asks for QSA: it would train dense without a word.
+
+    Most of megatron's spec functions (get_gpt_layer_..._spec) do not look at the variant.
+
+    Raises:
+        ValueError: the config uses QSA and the layer is another self-attention.
+    """
+    if uses_qsa(config) and not isinstance(layer, QSASelfAttention):
+        raise ValueError(
+            f"qsa_indexer_n_heads={config.qsa_indexer_n_heads} asks for QSA, but the model's spec has "
+            f"{type(layer).__name__}: build it with get_transformer_block_with_experimental_attention_variant_spec, or "
+            f"put mcore_patches.attention.qsa.get_qsa_module_spec_for_backend into a spec of your own. Layers that are "
+            f"to stay dense take a config without QSA"
+        )
 
 
 def _qk_norm(backend: Any) -> Any:

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mcore_patches.attention.qsa.config import uses_qsa
+
 # megatron's name: transformers' name
 _UNCHANGED = {
     "q_layernorm.weight": "q_norm.weight",
@@ -109,6 +111,8 @@ def _megatron_shapes(config: Any, tp_size: int) -> dict[str, tuple[int, ...]]:
 
 
 def _check_config(config: Any) -> None:
+    if not uses_qsa(config):
+        raise ValueError("config.qsa_indexer_n_heads=None: the attention layer of a config without QSA has no indexer")
     for field in ("attention_output_gate", "qk_layernorm", "layernorm_zero_centered_gamma"):
         if not getattr(config, field):
             raise ValueError(f"config.{field}={getattr(config, field)}: a qwen4_exp attention layer needs it True")
