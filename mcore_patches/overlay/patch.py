@@ -72,7 +72,8 @@ class Below:
 class Target:
     """A function, or a method written `Class.method`, that a patch replaces.
 
-    modules: candidates for the module's dotted name; the first that exists is used (layouts move between releases).
+    modules: candidates for the module's dotted name; the first that defines the target is used. Layouts move between
+        releases, and may leave a module behind that only passes on to the new place.
     known: fingerprint -> verdict. A fingerprint covers the target and `relies_on` (see `fingerprint.combined`).
     relies_on: what else the replacement depends on, whose text counts too: names in the same module, or in others,
         "package.module:name", or ".module:name" for a module beside the target's, wherever that is. Of a class the text

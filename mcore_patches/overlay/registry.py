@@ -82,7 +82,9 @@ def _third_party(group: str, taken: set[str]) -> list[Entry]:
         patch_id = patch.id if isinstance(patch, Patch) else point.name
         if patch_id in taken or patch_id in RESERVED:
             errors.append(f"{source} registers the id {patch_id!r}, which is taken")
-            patch_id = f"{patch_id}@{point.value}"
+            wanted, patch_id = patch_id, f"{patch_id}@{point.value}"
+            if patch_id in taken:
+                patch_id = f"{wanted}@{point.name}={point.value}"
             if patch_id in taken:
                 continue  # the very same entry point of a second copy of the package
         taken.add(patch_id)

@@ -47,35 +47,39 @@ class Site:
         self._resolve()
 
     def _resolve(self) -> None:
-        reasons = []
+        unfit, missing = [], []
         for name in self.target.modules:
             found = locate(name)
-            if found.found:
-                self.module_name, self.file = name, found.file
-                break
-            reasons.append(found.reason)
-        else:
-            self.absent = "; ".join(dict.fromkeys(reasons))
+            if not found.found:
+                missing.append(found.reason)
+                continue
+            self._read(name, found.file)
+            if self.absent is None:
+                return
+            unfit.append(self.absent)
+        self.absent = "; ".join(dict.fromkeys(unfit or missing))
+
+    def _read(self, name: str, file: str | None) -> None:
+        self.module_name, self.file, self.absent = name, file, None
+        if file is None or not file.endswith(".py"):
+            self.absent = None if self.module else f"{name} has no source file to read ({file})"
             return
-        if self.file is None or not self.file.endswith(".py"):
-            self.absent = None if self.module else f"{self.module_name} has no source file to read ({self.file})"
-            return
-        live = sys.modules.get(self.module_name)
+        live = sys.modules.get(name)
         if live is not None and not issubclass(type(live), ModuleType):
-            self.absent = f"sys.modules has {described(live)} as {self.module_name}, not a module"
+            self.absent = f"sys.modules has {described(live)} as {name}, not a module"
             return
         try:
-            self._text = read_source(self.file)
-            segment = source_segment(self._text, self.target.qualname)
+            text = read_source(file)
+            segment = source_segment(text, self.target.qualname)
         except SourceError as exc:
-            self.broken = f"{self.file}: {exc.reason}"
+            self.broken = f"{file}: {exc.reason}"
             return
         if segment is None:
-            self.absent = f"{self.file} does not define {self.target.qualname}"
+            self.absent = f"{file} does not define {self.target.qualname}"
             return
-        self.line = segment[1]
-        own = Symbol(self.module_name, self.target.qualname, self.file, self._text, self.line)
-        relied = [self._symbol(own, *name) for name in covers(self.target, self.module_name)[1:]]
+        self._text, self.line = text, segment[1]
+        own = Symbol(name, self.target.qualname, file, text, self.line)
+        relied = [self._symbol(own, *other) for other in covers(self.target, name)[1:]]
         self._symbols = (own, *filter(None, relied))
         if None not in relied:
             self.fingerprint = combined_texts([(s.text, s.qualname) for s in self._symbols])

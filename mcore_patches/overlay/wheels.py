@@ -31,7 +31,9 @@ def _reading(wheel: Wheel, modules: Mapping[str, str], target: AnyTarget) -> dic
     def row(verdict: str, reason: str = "", fingerprint: str | None = None) -> dict[str, Any]:
         return {"module": module, "fingerprint": fingerprint, "verdict": verdict, "reason": reason}
 
-    module = next((m for m in target.modules if m in modules), None)
+    there = [m for m in target.modules if m in modules]
+    defining = (m for m in there if source_segment(wheel.text(modules[m]), target.qualname))
+    module = next(defining, there[0] if there else None)
     if module is None:
         return row("absent", f"the wheel has no {' or '.join(target.modules)}")
     texts: list[tuple[str, str]] = []

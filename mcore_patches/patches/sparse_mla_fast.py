@@ -19,6 +19,7 @@ from mcore_patches.overlay.versions import Releases
 from mcore_patches.patches.sparse_mla_nope import (
     DENSE,
     KERNEL_WIDTH,
+    MODULES,
     RELIES_ON,
     TOPK_MULTIPLE,
     UNDECIDABLE,
@@ -142,8 +143,6 @@ def health(probing: Probing) -> str | None:
     return None
 
 
-_EAV = "megatron.core.transformer.experimental_attention_variant"
-
 PATCH = Patch(
     id="sparse_mla_fast",
     summary="faster sparse MLA kernels: native width 512, any heads and top-k, optionally deterministic",
@@ -155,7 +154,7 @@ PATCH = Patch(
     health=health,
     targets=(
         Target(
-            modules=(f"{_EAV}.ops.tilelang_dsa", "megatron.core.ops.attention.dsa.ops.tilelang_dsa"),
+            modules=MODULES,
             qualname="fused_sparse_mla_absorbed",
             relies_on=RELIES_ON,  # its caller, and the kernels that ours stand in for
             build=build,

@@ -285,7 +285,11 @@ RELIES_ON = (
     ".tilelang_sparse_mla_bwd:sparse_mla_bwd",
 )
 
-_EAV = "megatron.core.transformer.experimental_attention_variant"
+MODULES = (
+    "megatron.core.transformer.experimental_attention_variant.ops.tilelang_dsa",
+    "megatron.core.ops.attention.dsa.ops.tilelang_dsa",
+    "megatron.core.ops.attention.dsa.kernels.tilelang_dsa",  # main since; the first one passes on to it
+)
 
 PATCH = Patch(
     id="sparse_mla_nope",
@@ -298,7 +302,7 @@ PATCH = Patch(
     health=health,
     targets=(
         Target(
-            modules=(f"{_EAV}.ops.tilelang_dsa", "megatron.core.ops.attention.dsa.ops.tilelang_dsa"),
+            modules=MODULES,
             qualname="fused_sparse_mla_absorbed",
             relies_on=RELIES_ON,
             build=build,

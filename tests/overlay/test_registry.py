@@ -127,6 +127,13 @@ def test_an_id_that_is_taken_is_listed_under_another_name(tmp_path):
     assert ours.source == "mcore_patches"
 
 
+@isolated()
+def test_two_entry_points_of_one_object_whose_id_is_taken_are_both_listed(tmp_path):
+    install(tmp_path, "sparse_mla_nope = their_patches:CLASH\nwrong = their_patches:CLASH\n")
+    ids = {row.id for row in without_builtin_ids()}
+    assert ids == {"sparse_mla_nope@their_patches:CLASH", "sparse_mla_nope@wrong=their_patches:CLASH"}
+
+
 @pytest.mark.parametrize("word", ["all", "off"])
 @isolated()
 def test_words_of_the_switch_are_no_ids(tmp_path, word):

@@ -197,6 +197,31 @@ def test_a_module_beside_the_target_s_moves_with_it(tmp_path):
     assert row(patch("tenfold", moved)).state is State.PENDING
 
 
+PASSES_ON = "import sys\n\nfrom megatron.core.new import ops as _impl\n\nsys.modules[__name__] = _impl\n"
+
+
+@pytest.mark.parametrize("first", [OPS, "megatron.core.new.ops"])
+@pytest.mark.parametrize("imported", [False, True])
+@isolated()
+def test_a_module_that_passes_on_to_the_new_place(tmp_path, first, imported):
+    tree = kernel_tree(tmp_path)
+    known = dataclasses.replace(target(tree, relies_on=(".kernel:Kernel",)), modules=(OPS, "megatron.core.new.ops"))
+    tree.write("megatron.core.new.ops", OPS_TEXT).write("megatron.core.new.kernel", KERNEL_TEXT).write(OPS, PASSES_ON)
+    path = wheel(tmp_path / "w.whl", **{m: tree.text(m) for m in (OPS, *known.modules[1:], "megatron.core.new.kernel")})
+    engine = engine_for(patch("tenfold", known))
+    if imported:
+        module(first)
+    assert engine.apply(strict=True)["tenfold"].state is (State.APPLIED if imported else State.PENDING)
+    module(first), module(OPS)
+    assert module(OPS) is module("megatron.core.new.ops")
+    assert module(OPS).f(1) == 20
+    assert engine.apply(strict=True)["tenfold"].state is State.ALREADY_APPLIED
+    assert engine.revert()["tenfold"].state is State.NOT_APPLIED
+    assert module(OPS).f(1) == 2
+    found = read(path, patch("tenfold", known))
+    assert (found["module"], found["verdict"]) == ("megatron.core.new.ops", "needs")
+
+
 # Live objects ---------------------------------------------------------------------------------------------------------
 
 

@@ -549,14 +549,17 @@ def test_every_release_has_the_known_texts(release):
     assert (row.decision, row.targets[0].verdict) == (State.PENDING, "needs")
 
 
+@pytest.mark.parametrize("folder", ["ops", "kernels"])
 @isolated("torch")
-def test_main_s_new_layout_is_found(tmp_path):
+def test_main_s_new_layout_is_found(tmp_path, folder):
     """Later releases move the file; the same text there is the same target."""
     from tests.overlay.stubs import Tree
 
-    package = "megatron.core.ops.attention.dsa.ops"
+    package = f"megatron.core.ops.attention.dsa.{folder}"
     moved = f"{package}.tilelang_dsa"
     tree = Tree(tmp_path, "0.20.0").write(moved, upstream_text()).use()
+    if folder == "kernels":
+        tree.write(DSA, f"import sys\nfrom {package} import tilelang_dsa\nsys.modules[__name__] = tilelang_dsa\n")
     for name in KERNELS:
         tree.write(f"{package}.{name.rpartition('.')[2]}", upstream_text(module=name))
     row = mcore_patches.status()[ID]
