@@ -13,13 +13,15 @@ from typing import Any
 import pytest
 import torch
 from megatron.core.model_parallel_config import ModelParallelConfig
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from mcore_patches.attention.qsa.config import FIELDS, STAGES, fields_markdown, uses_qsa
 from mcore_patches.attention.qsa.support import CHOICES, EXCLUDED, FEATURES, Setup, refusal, support_matrix_markdown
 from mcore_patches.cpu.models import gpt_config
 from tests import readme_tables
-from tests.attention.tiny import packed_params, qsa_config, qsa_layer, rotary_table
+from tests.attention.tiny import FULL, packed_params, qsa_config, qsa_layer, qsa_spec, rotary_table, run_layer
 
 pytestmark = pytest.mark.usefixtures("megatron")
 
@@ -162,16 +164,15 @@ CHOSEN: dict[tuple[str, str], dict[str, Any]] = {
     ("PP", "> 1"): {"pp": 2},
     ("PP", "> 1, interleaved"): {"pp": 2, "num_layers": 4, "virtual_pipeline_model_parallel_size": 2},
     ("recompute", "none"): {},
-    ("recompute", "full"): {
-        "recompute_granularity": "full",
-        "recompute_method": "block",
-        "recompute_num_layers": 1,
-    },
+    ("recompute", "full, uniform"): FULL,
+    ("recompute", "full, block"): {**FULL, "recompute_method": "block"},
     ("recompute", "selective, core_attn"): {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
     ("recompute", "selective, other modules"): {
         "recompute_granularity": "selective",
         "recompute_modules": ["layernorm"],
     },
+    ("MTP", "none"): {},
+    ("MTP", "layers"): {"mtp_num_layers": 1},
     ("dtype", "fp32"): {},
     ("dtype", "bf16"): {"dtype": "bf16"},
     ("dtype", "fp16"): {"fp16": True},
@@ -208,6 +209,31 @@ def test_excluded_combinations_are_refused_once_the_layout_is_known() -> None:
         == f"QSA does not support layout THD with CP > 1, all-gather with rotary multimodal: {EXCLUDED[0].why_not}"
     )
     assert refusal(Setup(qsa_config(mrope_section=[2, 1, 1]), "thd")) is None
+
+
+@pytest.mark.parametrize(
+    ("release", "method", "layout", "reason"),
+    [
+        ("0.17.1", "uniform", "thd", "does not take packed_seq_params"),
+        ("0.17.1", "block", "thd", None),
+        ("0.17.1", "uniform", "bshd", None),
+        ("0.18.2", "uniform", None, "does not take the padding_mask"),
+        ("0.18.2", "block", None, "does not take the padding_mask"),
+        ("0.19.2", "uniform", "thd", None),
+    ],
+)
+def test_recomputed_mtp_layers_are_refused_where_megatron_cannot(
+    release: str, method: str, layout: str | None, reason: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = qsa_config(**FULL)
+    config.recompute_method, config.mtp_num_layers = method, 1
+    monkeypatch.setattr("megatron.core.package_info.__version__", release)
+    message = refusal(Setup(config, layout))
+    if reason is None:
+        assert message is None
+    else:
+        assert reason in message
+        assert f"recompute full, {method} with MTP layers on megatron-core >=" in message
 
 
 def test_readme_shows_the_fields_and_the_matrix() -> None:
@@ -261,6 +287,35 @@ def test_calls_that_qsa_cannot_serve_are_refused() -> None:
         ValueError, match="rotary embedding covers 32 channels, index heads have qsa_indexer_head_dim=16"
     ):
         layer(x, None, rotary_pos_emb=rotary_table(8, 32))
+    with pytest.raises(ValueError, match="rotary_pos_emb has 9 rows, must have one for each of 8 places"):
+        layer(x, None, rotary_pos_emb=rotary_table(9))
+    packed = packed_params([3, 5])
+    with pytest.raises(RuntimeError, match="rotary_pos_emb has 4 rows, and a document is longer"):
+        layer(x, None, rotary_pos_emb=rotary_table(4, packed=True), packed_seq_params=packed)
+    layer(x, None, rotary_pos_emb=rotary_table(5, packed=True), packed_seq_params=packed)
+    with pytest.raises(ValueError, match="a batch of 2 with packed_seq_params, must be"):
+        layer(x.expand(-1, 2, -1), None, packed_seq_params=packed)
+
+
+@pytest.mark.parametrize("field", ["qsa_indexer_n_heads", "qsa_indexer_head_dim", "qsa_indexer_compress_ratio"])
+def test_the_indexer_of_a_built_model_cannot_be_changed(field: str) -> None:
+    layer = qsa_layer(qsa_config()).eval()
+    built = getattr(layer.config, field)
+    setattr(layer.config, field, 2)
+    with pytest.raises(ValueError, match=f"{field}=2, but the model was built with {built}"):
+        run_layer(layer, torch.zeros(8, 1, 64))
+
+
+@pytest.mark.parametrize("kind", AttnMaskType)
+def test_masks_other_than_causal_ones_are_refused(kind: AttnMaskType) -> None:
+    config = qsa_config()
+    spec = qsa_spec(config)
+    spec.params = {"attn_mask_type": kind}
+    if kind in (AttnMaskType.causal, AttnMaskType.padding_causal):
+        build_module(spec, config=config, layer_number=1)
+    else:
+        with pytest.raises(ValueError, match=rf"attn_mask_type={kind}: QSA is causal"):
+            build_module(spec, config=config, layer_number=1)
 
 
 def test_stages_are_those_of_the_field() -> None:

@@ -130,6 +130,11 @@ def _bounds(*values: int) -> torch.Tensor:
         ),
         ({"cu_seqlens_q": _bounds(0, 20, 40), "cu_seqlens_kv": _bounds(0, 10, 40)}, "must equal cu_seqlens_q"),
         ({"cu_seqlens_q": _bounds(0, 20, 40), "cu_seqlens_kv": _bounds(0, 40)}, "differ: QSA is self-attention"),
+        (
+            {"cu_seqlens_q_padded": _bounds(0, 40), "cu_seqlens_kv_padded": _bounds(0, 44)},
+            "cu_seqlens_kv_padded must equal cu_seqlens_q_padded",
+        ),
+        ({"cu_seqlens_kv_padded": _bounds(0, 20, 40)}, "cu_seqlens_kv_padded (3,) and cu_seqlens_q_padded (2,) differ"),
     ],
     ids=lambda value: value.replace(" ", "_") if isinstance(value, str) else "",
 )

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from mcore_patches.attention.qsa import attention_weights_from_hf, attention_weights_to_hf
+from mcore_patches.cpu.models import gpt_config
 from tests.attention.tiny import Reference, qsa_config, qsa_layer
 
 pytestmark = pytest.mark.usefixtures("megatron")
@@ -77,6 +78,9 @@ def test_configs_and_ranks_that_do_not_fit() -> None:
     for field, value in (("attention_output_gate", False), ("qk_layernorm", False), ("add_qkv_bias", True)):
         with pytest.raises(ValueError, match=f"config.{field}={value}"):
             attention_weights_from_hf(state, qsa_config(**{field: value}))
+    dense = gpt_config(qk_layernorm=True, attention_output_gate=True, layernorm_zero_centered_gamma=True)
+    with pytest.raises(ValueError, match=r"config\.qsa_indexer_n_heads=None: .* has no indexer"):
+        attention_weights_from_hf(state, dense)
     with pytest.raises(ValueError, match="3 tensor-parallel ranks: must divide num_attention_heads=4"):
         attention_weights_from_hf(state, config, tp_size=3)
     with pytest.raises(ValueError, match="tp_rank=2: must be 0 to 1"):

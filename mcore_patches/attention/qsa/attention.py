@@ -9,6 +9,7 @@ from megatron.core import tensor_parallel
 from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
 from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import _yarn_get_concentration_factor_from_config
 from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
 
 from mcore_patches.attention.qsa.config import blocks_per_query, trains_indexer, validate
@@ -69,6 +70,11 @@ class QSASelfAttention(SelfAttention):
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         validate(config)
         super().__init__(config, *args, **kwargs)
+        if self.attn_mask_type not in (AttnMaskType.causal, AttnMaskType.padding_causal):
+            raise ValueError(
+                f"attn_mask_type={self.attn_mask_type}: QSA is causal, must be AttnMaskType.causal or "
+                f"AttnMaskType.padding_causal among the params of the spec"
+            )
         self.indexer = QSAIndexer(config, tp_group=self.pg_collection.tp)
         if not trains_indexer(config):
             # DDP waits for the gradient of every parameter that requires one.
@@ -189,6 +195,7 @@ class QSASelfAttention(SelfAttention):
             raise ValueError(
                 f"packed_seq_params.qkv_format={packed_seq_params.qkv_format!r}: QSA takes packed documents as 'thd'"
             )
+        self.indexer.check_config()
         if refused := refusal(Setup(self.config, "thd" if packed else "bshd")):
             raise ValueError(refused)
         if self.training:

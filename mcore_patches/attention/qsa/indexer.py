@@ -98,6 +98,13 @@ class QSAIndexer(MegatronModule):
         for parameter in self.parameters():
             parameter.average_gradients_across_tp_domain = True  # type: ignore[attr-defined]
 
+    def check_config(self) -> None:
+        """Raise ValueError if the config now describes another indexer, which would come about in part."""
+        for field, built in (("n_heads", self.heads), ("head_dim", self.channels), ("compress_ratio", self.ratio)):
+            value = getattr(self.config, f"qsa_indexer_{field}")
+            if value != built:
+                raise ValueError(f"qsa_indexer_{field}={value}, but the model was built with {built}: build it again")
+
     def project(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Raw index queries [S, B, H, d] and index keys [S, B, d] from hidden states [S (/ TP with SP), B, hidden]."""
         weight = self.index_qk_proj.weight

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+from mcore_patches.overlay.versions import Releases, parse
+
 
 @dataclass(frozen=True)
 class Setup:
@@ -36,10 +38,11 @@ class Choice:
 
 @dataclass(frozen=True)
 class Excluded:
-    """Choices (axis -> names), each supported alone, that do not run together."""
+    """Choices (axis -> names), each supported alone, that do not run together; on these releases, None is all."""
 
     choices: Mapping[str, tuple[str, ...]]
     why_not: str
+    releases: Releases | None = None
 
 
 def _config(holds: Callable[[Any], bool]) -> Callable[[Setup], bool]:
@@ -98,7 +101,18 @@ CHOICES = (
     Choice("PP", "> 1", _config(lambda c: c.pipeline_model_parallel_size > 1 and _virtual_stages(c) == 1)),
     Choice("PP", "> 1, interleaved", _config(lambda c: c.pipeline_model_parallel_size > 1 and _virtual_stages(c) > 1)),
     Choice("recompute", "none", _config(lambda c: _recomputes(c) in (("none",), ()))),
-    Choice("recompute", "full", _config(lambda c: _recomputes(c) == ("full",)), note="replays the routes"),
+    Choice(
+        "recompute",
+        "full, uniform",
+        _config(lambda c: _recomputes(c) == ("full",) and c.recompute_method == "uniform"),
+        note="replays the routes",
+    ),
+    Choice(
+        "recompute",
+        "full, block",
+        _config(lambda c: _recomputes(c) == ("full",) and c.recompute_method == "block"),
+        note="replays the routes; megatron does not recompute MTP layers by it",
+    ),
     Choice(
         "recompute",
         "selective, core_attn",
@@ -113,8 +127,10 @@ CHOICES = (
                 c.recompute_granularity == "selective" and bool(_recomputes(c)) and "core_attn" not in _recomputes(c)
             )
         ),
-        note="megatron's own, outside the attention; wants Transformer Engine and so is not tested on a CPU",
+        note="megatron's own, outside the attention; tested with 'mlp'",
     ),
+    Choice("MTP", "none", _config(lambda c: not c.mtp_num_layers)),
+    Choice("MTP", "layers", _config(lambda c: bool(c.mtp_num_layers)), note="their indexers train, too"),
     Choice("dtype", "fp32", _config(lambda c: not (c.bf16 or c.fp16 or c.fp8 or c.fp4))),
     Choice("dtype", "bf16", _config(lambda c: c.bf16 and not (c.fp8 or c.fp4))),
     Choice("dtype", "fp16", _config(lambda c: c.fp16 and not (c.fp8 or c.fp4))),
@@ -202,6 +218,16 @@ EXCLUDED = (
         MappingProxyType({"layout": ("THD",), "CP": ("> 1, all-gather",), "rotary": ("multimodal",)}),
         "megatron cuts a multimodal rotary table without regard to document boundaries",
     ),
+    Excluded(
+        MappingProxyType({"layout": ("THD",), "recompute": ("full, uniform",), "MTP": ("layers",)}),
+        "megatron's checkpoint of an MTP layer does not take packed_seq_params",
+        Releases((0, 16, 0), (0, 18, 0)),
+    ),
+    Excluded(
+        MappingProxyType({"recompute": ("full, uniform", "full, block"), "MTP": ("layers",)}),
+        "megatron's checkpoint of an MTP layer does not take the padding_mask that it is given",
+        Releases((0, 18, 0), (0, 19, 0)),
+    ),
 )
 
 
@@ -217,10 +243,21 @@ def refusal(setup: Setup) -> str | None:
     names = {axis: choice.name for axis, choice in held.items()}
     names["rotary"] = "multimodal" if setup.config.mrope_section is not None else "plain"
     for excluded in EXCLUDED:
-        if all(names.get(axis) in allowed for axis, allowed in excluded.choices.items()):
+        if all(names.get(axis) in allowed for axis, allowed in excluded.choices.items()) and _concerns_us(excluded):
             together = " with ".join(f"{axis} {names[axis]}" for axis in excluded.choices)
-            return f"QSA does not support {together}: {excluded.why_not}"
+            return f"QSA does not support {together}{_on_releases(excluded)}: {excluded.why_not}"
     return None
+
+
+def _concerns_us(excluded: Excluded) -> bool:
+    # Not at the top: the fields are read before megatron is imported.
+    from megatron.core.package_info import __version__
+
+    return excluded.releases is None or parse(__version__).release in excluded.releases
+
+
+def _on_releases(excluded: Excluded) -> str:
+    return "" if excluded.releases is None else f" on megatron-core {excluded.releases}"
 
 
 def support_matrix_markdown() -> str:
@@ -233,7 +270,7 @@ def support_matrix_markdown() -> str:
     lines += ["", "Every combination of choices that run runs, except:", ""]
     for excluded in EXCLUDED:
         together = ", ".join(f"{axis} {' or '.join(names)}" for axis, names in excluded.choices.items())
-        lines.append(f"- {together}: {excluded.why_not}.")
+        lines.append(f"- {together}{_on_releases(excluded)}: {excluded.why_not}.")
     lines += ["", "Refused when the config is built:", ""]
     lines += [f"- {feature}: {why_not}." for feature, _, why_not in FEATURES]
     lines += ["", "Inference, static or dynamic, is refused in the forward pass."]
