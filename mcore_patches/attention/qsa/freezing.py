@@ -101,7 +101,8 @@ def check_stage(layer: QSASelfAttention) -> None:
     """Check, before a forward pass in training mode, that what requires gradients is what the stage trains.
 
     Raises:
-        RuntimeError: naming the first parameter that does not fit. The patch was reverted.
+        RuntimeError: another stage than at construction; a parameter that does not fit, in stage "warmup" one of the
+            whole model that runs; the patch was reverted.
         ValueError: the stage and the loss coefficient do not fit.
     """
     config = layer.config
