@@ -5,9 +5,9 @@ from __future__ import annotations
 import inspect
 import sys
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -20,11 +20,18 @@ if TYPE_CHECKING:
     from mcore_patches.attention.qsa.attention import QSASelfAttention
 
 _HIDDEN = "hidden_states"
-# Of layers in stage "warmup": the outermost module that ran them last, and parameters in it that must not train. One
-# layer of a model watches all of them, the others none.
-_watched: weakref.WeakKeyDictionary[
-    QSASelfAttention, tuple[weakref.ref[torch.nn.Module], tuple[tuple[str, torch.nn.Parameter], ...]]
-] = weakref.WeakKeyDictionary()
+
+
+class _Watch(NamedTuple):
+    """backbone: parameters that must not train in stage "warmup", of the model inside the outermost module that ran."""
+
+    outermost: Callable[[], torch.nn.Module | None]
+    backbone: tuple[tuple[str, torch.nn.Parameter], ...]
+
+
+_NOT_SEEN = _Watch(lambda: None, ())
+# One layer of a model watches for all; None: another one does.
+_watched: weakref.WeakKeyDictionary[QSASelfAttention, _Watch | None] = weakref.WeakKeyDictionary()
 
 
 def freeze_backbone(model: torch.nn.Module | Sequence[torch.nn.Module]) -> None:
@@ -131,14 +138,15 @@ def check_stage(layer: QSASelfAttention) -> None:
 
 def _check_running_model(layer: QSASelfAttention) -> None:
     """Check all parameters of the model that runs, which are collected when it first does."""
+    watch = _watched.get(layer, _NOT_SEEN)
+    if watch is None:
+        return
     running = _running_modules(layer)
-    outermost, backbone = _watched.get(layer, (None, ()))
-    if outermost is None or outermost() is not running[0]:
+    if watch.outermost() is not running[0]:
         model = next(module for module in running if any(inside is layer for inside in module.modules()))
-        backbone = tuple(_backbone(model))
-        _watched.update((other, (weakref.ref(running[0]), ())) for other in qsa_layers(model))
-        _watched[layer] = (weakref.ref(running[0]), backbone)
-    _check_frozen(backbone)
+        _watched.update(dict.fromkeys(qsa_layers(model)))
+        watch = _watched[layer] = _Watch(weakref.ref(running[0]), tuple(_backbone(model)))
+    _check_frozen(watch.backbone)
 
 
 def _running_modules(layer: QSASelfAttention) -> list[torch.nn.Module]:
