@@ -135,6 +135,10 @@ class Inputs:
         )
 
 
+def tensors_of(rows: Rows) -> tuple[Tensor, Tensor, Tensor]:
+    return rows.block_ids, rows.pos, rows.start
+
+
 def select(row_pos: Tensor, case: Case, longest: int, g: torch.Generator) -> Tensor:
     """Distinct ids in no order: a sink, ids that lie ahead, ids of -1 between others, rows with no id at all.
 
@@ -300,7 +304,7 @@ def test_strided_inputs_give_the_same_bits() -> None:
         wide[: x.shape[1], :, : x.shape[2]] = x.transpose(0, 1)
         return wide[: x.shape[1], :, : x.shape[2]].transpose(0, 1)
 
-    rows = Rows(*(x.repeat_interleave(2, -1)[..., ::2] for x in dataclasses.astuple(inputs.rows)))
+    rows = Rows(*(x.repeat_interleave(2, -1)[..., ::2] for x in tensors_of(inputs.rows)))
     sources = {name: cut(getattr(inputs, name)) for name in ("q", "k", "v", "dout")}
     strided = dataclasses.replace(inputs, rows=rows, **sources)
     assert not any(x.is_contiguous() for x in (strided.q, strided.k, strided.v, strided.dout, rows.block_ids))
@@ -360,7 +364,7 @@ def test_nothing_is_touched_outside_the_tensors(case: Case, limit: int | None, m
     guards = Guards()
     for module in (tilelang_forward, tilelang_backward):
         monkeypatch.setattr(module, "torch", guards)
-    rows = Rows(*(guards.place(x) for x in dataclasses.astuple(inputs.rows)))
+    rows = Rows(*(guards.place(x) for x in tensors_of(inputs.rows)))
     sources = {name: guards.place(getattr(inputs, name)) for name in ("q", "k", "v", "dout")}
     got = dataclasses.replace(inputs, rows=rows, **sources).launch(limit)
     assert len(guards.buffers) > 20

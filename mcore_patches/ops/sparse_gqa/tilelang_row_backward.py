@@ -158,6 +158,7 @@ def row_backward(*, heads: int, kv_heads: int, dim: int, rows: int, block_size: 
                 else:
                     pt = tx - WARPGROUP
                     token = T.alloc_var("int32")
+                    block = T.alloc_var("int32")
                     for r in T.serial(rows):
                         row = tile * rows + r
                         if row < tq:
@@ -167,16 +168,19 @@ def row_backward(*, heads: int, kv_heads: int, dim: int, rows: int, block_size: 
                             tail = T.if_then_else(pos < 0, 0, (pos + 1) % block_size)
                             listed = selected[i0 + r]
                             steps = T.ceildiv(listed + T.if_then_else(tail > 0, 1, 0), entries)
+                            block = ordered[i0 + r, T.min(T.min(pt, keys - 1) // block_size, topk - 1)]
                             for t in T.serial(steps):
                                 slot = t * entries + T.min(pt, keys - 1) // block_size
                                 token = -1
                                 if slot < listed:
-                                    token = start + ordered[i0 + r, slot] * block_size + pt % block_size
+                                    token = start + block * block_size + pt % block_size
                                 if slot == listed and pt % block_size < tail:
                                     token = start + full * block_size + pt % block_size
                                 if pt < keys:
                                     token_shared[it % 2, pt] = token
                                 T.sync_threads(2, WARPGROUP)
+                                # Ids of the next step, which arrive while keys are fetched.
+                                block = ordered[i0 + r, T.min(slot + entries, topk - 1)]
                                 T.barrier_wait(v_free, (it & 1) ^ 1)
                                 for p in T.unroll(passes):
                                     key = p * tokens_per_pass + pt // lanes

@@ -187,6 +187,7 @@ def row_forward(
                 else:
                     pt = tx - WARPGROUP
                     token = T.alloc_var("int32")
+                    block = T.alloc_var("int32")
                     for r in T.serial(rows):
                         row = tile * rows + r
                         if row < tq:
@@ -196,15 +197,14 @@ def row_forward(
                             tail = T.if_then_else(pos < 0, 0, (pos + 1) % block_size)
                             listed = row_count[row]
                             steps = T.ceildiv(listed + T.if_then_else(tail > 0, 1, 0), entries)
+                            block = block_ids[row, T.min(T.min(pt, keys - 1) // block_size, topk - 1)]
                             for t in T.serial(steps):
                                 ks = it % k_stages
                                 vs = it % v_stages
                                 slot = t * entries + T.min(pt, keys - 1) // block_size
                                 token = -1
-                                if slot < listed:
-                                    block = block_ids[row, slot]
-                                    if block >= 0 and block < full:
-                                        token = start + block * block_size + pt % block_size
+                                if slot < listed and block >= 0 and block < full:
+                                    token = start + block * block_size + pt % block_size
                                 if slot == listed and pt % block_size < tail:
                                     token = start + full * block_size + pt % block_size
                                 T.barrier_wait(k_free[ks], ((it // k_stages) & 1) ^ 1)
@@ -212,6 +212,8 @@ def row_forward(
                                     mask_shared[ks, pt] = T.if_then_else(token >= 0, 1, 0)
                                     token_shared[it % 2, pt] = token
                                 T.sync_threads(2, WARPGROUP)
+                                # Ids of the next step, which arrive while keys are fetched.
+                                block = block_ids[row, T.min(slot + entries, topk - 1)]
                                 for p in T.unroll(passes):
                                     key = p * tokens_per_pass + pt // lanes
                                     source = token_shared[it % 2, key]

@@ -42,7 +42,7 @@ def union_backward(
     """
     group = heads // kv_heads
     used = rows * group
-    vectors = max(used, 32)  # two warpgroups, 16 at least each: P and dS are read along the vectors
+    vectors = -(-used // 32) * 32  # two warpgroups, 16 or more each: P and dS are read along the vectors
     entries = keys // block_size
     lanes = dim // 8
     tokens_per_pass = WARPGROUP // lanes
@@ -56,6 +56,12 @@ def union_backward(
     k_stages = 2
     names = ("tq", "tk", "tiles", "capacity", "chunks", "steps_kept")
     tq, tk, tiles, capacity, chunks, steps_kept = (T.dynamic(n) for n in names)
+
+    @T.macro
+    def add_halves(probs, halves, sums, c0):
+        """sums = probs @ channels from c0 on of all vectors, which lie in two halves."""
+        T.wgmma_gemm(probs[:, 0:half_vectors], halves[0, :, c0 : c0 + half], sums, clear_accum=True)
+        T.wgmma_gemm(probs[:, half_vectors:vectors], halves[1, :, c0 : c0 + half], sums)
 
     @T.macro
     def consume(
@@ -93,11 +99,9 @@ def union_backward(
         for t in T.serial(steps):
             stage = t % k_stages
             T.barrier_wait(k_ready[stage], (t // k_stages) & 1)
-            T.wgmma_gemm(
-                k_shared[stage, :, :], q_shared[v0 : v0 + half_vectors, :], scores, transpose_B=True, clear_accum=True
-            )
+            T.wgmma_gemm(k_shared[stage, :, :], q_shared[wg, :, :], scores, transpose_B=True, clear_accum=True)
             T.barrier_wait(v_ready, t & 1)
-            T.wgmma_gemm(v_shared, do_shared[v0 : v0 + half_vectors, :], dp, transpose_B=True, clear_accum=True)
+            T.wgmma_gemm(v_shared, do_shared[wg, :, :], dp, transpose_B=True, clear_accum=True)
             T.wait_wgmma(1)
             for i, j in T.Parallel(keys, half_vectors):
                 scores[i, j] = T.if_then_else(
@@ -113,7 +117,7 @@ def union_backward(
             T.copy(dp, ds_shared[:, v0 : v0 + half_vectors])
             T.fence_proxy_async()
             T.sync_threads(1, CONSUMERS)
-            T.wgmma_gemm(p_shared, do_shared[:, c0 : c0 + half], sums, clear_accum=True)
+            add_halves(p_shared, do_shared, sums, c0)
             T.wgmma_gemm(
                 k_shared[stage, :, dq_c0 : dq_c0 + dq_channels],
                 ds_shared[:, dq_v0 : dq_v0 + dq_vectors],
@@ -123,8 +127,8 @@ def union_backward(
             T.wait_wgmma(1)
             for i, d in T.Parallel(keys, half):
                 partial[step0 + t, g, 1, (c0 + d) // 8, i, d % 8] = sums[i, d]
-            T.wgmma_gemm(ds_shared, q_shared[:, c0 : c0 + half], sums, clear_accum=True)
-            T.wait_wgmma(1)
+            add_halves(ds_shared, q_shared, sums, c0)
+            T.wait_wgmma(2)
             T.barrier_arrive(k_free[stage])
             T.wait_wgmma(0)
             for i, d in T.Parallel(keys, half):
@@ -134,7 +138,7 @@ def union_backward(
         # dQ leaves through q_shared, once the other warpgroup has read its rows of Q for the last time.
         T.sync_threads(1, CONSUMERS)
         for d, j in T.Parallel(dq_channels, dq_vectors):
-            q_shared[dq_v0 + j, dq_c0 + d] = dq_acc[d, j] * scale
+            q_shared[(dq_v0 + j) // half_vectors, (dq_v0 + j) % half_vectors, dq_c0 + d] = dq_acc[d, j] * scale
 
     @T.prim_func
     def sparse_gqa_union_backward(
@@ -157,8 +161,8 @@ def union_backward(
         scale: T.float32,
     ):
         with T.Kernel(kv_heads, slots, threads=CONSUMERS + WARPGROUP) as (g, slot):
-            q_shared = T.alloc_shared((vectors, dim), dtype)
-            do_shared = T.alloc_shared((vectors, dim), dtype)
+            q_shared = T.alloc_shared((2, half_vectors, dim), dtype)
+            do_shared = T.alloc_shared((2, half_vectors, dim), dtype)
             k_shared = T.alloc_shared((k_stages, keys, dim), dtype)
             v_shared = T.alloc_shared((keys, dim), dtype)
             p_shared = T.alloc_shared((keys, vectors), dtype)
@@ -194,13 +198,13 @@ def union_backward(
                             if j < used and row < tq:
                                 live = row_pos[row] >= 0
                             T.ptx_cp_async(
-                                T.access_ptr(q_shared[j, tx % lanes * 8], "w", 8),
+                                T.access_ptr(q_shared[j // half_vectors, j % half_vectors, tx % lanes * 8], "w", 8),
                                 T.access_ptr(q[T.min(row, tq - 1), head, tx % lanes * 8], "r", 8),
                                 8,
                                 live,
                             )
                             T.ptx_cp_async(
-                                T.access_ptr(do_shared[j, tx % lanes * 8], "w", 8),
+                                T.access_ptr(do_shared[j // half_vectors, j % half_vectors, tx % lanes * 8], "w", 8),
                                 T.access_ptr(dout[T.min(row, tq - 1), head, tx % lanes * 8], "r", 8),
                                 8,
                                 live,
@@ -266,7 +270,7 @@ def union_backward(
                         if j < used and tile * rows + j // group < tq:
                             for e in T.vectorized(8):
                                 dq[tile * rows + j // group, g * group + j % group, tx % lanes * 8 + e] = q_shared[
-                                    j, tx % lanes * 8 + e
+                                    j // half_vectors, j % half_vectors, tx % lanes * 8 + e
                                 ]
                 else:
                     T.set_max_nreg(PRODUCER_REGISTERS, 0)
@@ -277,11 +281,13 @@ def union_backward(
                         if tile * rows + pt < tq:
                             tails[pt] = (row_pos[tile * rows + pt] + 1) % block_size
                     T.sync_threads(2, WARPGROUP)
+                    mine = T.min(pt, keys - 1) // block_size
+                    entry_first = T.alloc_var("int32")
+                    entry_info = T.alloc_var("int32")
+                    entry_first = first[tile, mine]
+                    entry_info = info[tile, mine]
                     for t in T.serial(steps):
                         stage = t % k_stages
-                        entry = t * entries + T.min(pt, keys - 1) // block_size
-                        entry_first = first[tile, entry]
-                        entry_info = info[tile, entry]
                         T.barrier_wait(k_free[stage], ((t // k_stages) & 1) ^ 1)
                         if pt < keys:
                             seen = entry_info & 65535
@@ -296,6 +302,9 @@ def union_backward(
                                 if g == 0:
                                     place[entry_first + pt % block_size, slot] = (step0 + t) * keys + pt + 1
                         T.sync_threads(2, WARPGROUP)
+                        # Entries of the next step, which arrive while keys are fetched.
+                        entry_first = first[tile, T.min((t + 1) * entries + mine, capacity - 1)]
+                        entry_info = info[tile, T.min((t + 1) * entries + mine, capacity - 1)]
                         for p in T.unroll(passes):
                             key = p * tokens_per_pass + pt // lanes
                             token = token_shared[t % 2, key]

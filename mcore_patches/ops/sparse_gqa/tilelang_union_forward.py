@@ -194,12 +194,14 @@ def union_forward(
                             tails[pt] = (row_pos[tile * rows + pt] + 1) % block_size
                     seen = T.alloc_var("int32")
                     T.sync_threads(2, WARPGROUP)
+                    mine = T.min(pt, keys - 1) // block_size
+                    entry_first = T.alloc_var("int32")
+                    entry_info = T.alloc_var("int32")
+                    entry_first = first[tile, mine]
+                    entry_info = info[tile, mine]
                     for t in T.serial(steps):
                         stage = t % stages
                         phase = (t // stages) & 1
-                        entry = t * entries + T.min(pt, keys - 1) // block_size
-                        entry_first = first[tile, entry]
-                        entry_info = info[tile, entry]
                         T.barrier_wait(k_free[stage], phase ^ 1)
                         if pt < keys:
                             seen = entry_info & 65535
@@ -210,6 +212,9 @@ def union_forward(
                             mask_shared[stage, pt] = seen
                             token_shared[t % 2, pt] = T.if_then_else(seen != 0, entry_first + pt % block_size, -1)
                         T.sync_threads(2, WARPGROUP)
+                        # Entries of the next step, which arrive while keys are fetched.
+                        entry_first = first[tile, T.min((t + 1) * entries + mine, capacity - 1)]
+                        entry_info = info[tile, T.min((t + 1) * entries + mine, capacity - 1)]
                         for p in T.unroll(passes):
                             key = p * tokens_per_pass + pt // lanes
                             token = token_shared[t % 2, key]

@@ -4,7 +4,8 @@
 
 A step takes a few listed rows: dV += P^T dO and dK += dS^T Q, of 64 tokens by the rows' heads. P and dS come from the
 row kernel, which stored them by rank; a token that a row does not attend gets zeros. One warpgroup collects dV, another
-dK, a third gathers. The gather of Q and dO bounds the kernel.
+dK, a third gathers. The gather of Q and dO bounds the kernel, so it is left to the copy engine: asynchronous copies by
+threads would share their path with everything else.
 """
 
 import tilelang.language as T
@@ -14,9 +15,13 @@ from mcore_patches.ops.sparse_gqa.tilelang_windows import WORD
 from mcore_patches.ops.tilelang_warp import below, popcount
 
 WARPGROUP = 128
+WARPS = WARPGROUP // 32
+COLUMNS = 64  # channels of one copy: 128 bytes
+# Slots of listed rows: a warp may write those of the next step but one while another reads those of this and the next.
+SLOTS = 3
 
 
-def window_backward(*, heads: int, kv_heads: int, dim: int, rows: int, stages: int, dtype: str):
+def window_backward(*, heads: int, kv_heads: int, dim: int, rows: int, stages: int, dtype: str, bulk: bool = True):
     """Build the kernel ``(q, dout, stored, listed, entries, dk, dv, row0)`` of one chunk of rows.
 
     ``q`` and ``dout [Tq, heads, dim]``; ``stored [2, chunk, kv_heads, ranks, even group]``, P and dS as
@@ -29,7 +34,7 @@ def window_backward(*, heads: int, kv_heads: int, dim: int, rows: int, stages: i
     lanes = dim // 8
     vectors_per_pass = WARPGROUP // lanes
     passes = vectors // vectors_per_pass
-    piece = next(p for p in (8, 4, 2) if wide % p == 0)  # elements of one asynchronous copy of P or dS
+    piece = next(p for p in (8, 4, 2) if wide % p == 0)  # elements of one load of P or dS
     tq, tk, chunk, ranks, windows, most = (T.dynamic(n) for n in ("tq", "tk", "chunk", "ranks", "windows", "most"))
     full_row = T.GemmWarpPolicy.FullRow
 
@@ -50,6 +55,85 @@ def window_backward(*, heads: int, kv_heads: int, dim: int, rows: int, stages: i
             if w * WINDOW + i < tk:
                 total[w * WINDOW + i, g, d] = acc[i, d]
 
+    @T.macro
+    def fetch_entry(entry, entries, w, t, pt, n):
+        """Of the threads below `rows`, each loads a listed row of step t."""
+        if pt < rows:
+            for e in T.vectorized(4):
+                entry[e] = entries[w, T.min(t * rows + pt, n - 1), e]
+
+    @T.macro
+    def publish_entry(entry, entry_shared, t, pt, n):
+        """What `fetch_entry` loaded, or past the last one a row without bits: there it would wait for the load."""
+        if pt < rows:
+            if t * rows + pt >= n:
+                entry[0] = -1
+                entry[1] = 0
+                entry[2] = 0
+            for e in T.vectorized(4):
+                entry_shared[t % SLOTS, pt, e] = entry[e]
+
+    @T.macro
+    def load_probs(held, slot, entry_shared, stored, which, token, g):
+        """held[vectors] = what the rows of a slot stored for a token, zeros where they do not attend it."""
+        word = T.alloc_var("int32")
+        rank = T.alloc_var("int32")
+        for j in T.unroll(rows):
+            word = entry_shared[slot, j, 1 + token // WORD]
+            rank = entry_shared[slot, j, 3] + below(word, token % WORD)
+            if token >= WORD:
+                rank += popcount(entry_shared[slot, j, 1])
+            if ((word >> (token % WORD)) & 1) != 0:
+                for c in T.unroll(wide // piece):
+                    for e in T.vectorized(piece):
+                        held[j * wide + c * piece + e] = stored[which, entry_shared[slot, j, 0], g, rank, c * piece + e]
+            else:
+                for c in T.unroll(wide // piece):
+                    for e in T.vectorized(piece):
+                        held[j * wide + c * piece + e] = 0
+
+    @T.macro
+    def copy_bulk(q, dout, q_shared, do_shared, ready, entry_shared, slot, stage, pt, g, row0):
+        """Each warp has the copy engine fetch some of the rows; one past the end of q gives zeros."""
+        for j in T.unroll(rows):
+            if pt // 32 == j % WARPS:
+                row = T.if_then_else(entry_shared[slot, j, 0] < 0, tq, row0 + entry_shared[slot, j, 0])
+                for c in T.unroll(dim // COLUMNS):
+                    here = slice(c * COLUMNS, (c + 1) * COLUMNS)
+                    T.tma_copy(
+                        dout[row, g * group : (g + 1) * group, here],
+                        do_shared[stage, j * wide : j * wide + group, here],
+                        barrier=ready[stage],
+                        leader_scope_threads=32,
+                    )
+                    T.tma_copy(
+                        q[row, g * group : (g + 1) * group, here],
+                        q_shared[stage, j * wide : j * wide + group, here],
+                        barrier=ready[stage],
+                        leader_scope_threads=32,
+                    )
+
+    @T.macro
+    def copy_by_threads(q, dout, q_shared, do_shared, ready, entry_shared, slot, stage, pt, g, row0):
+        for p in T.unroll(passes):
+            j = p * vectors_per_pass + pt // lanes
+            row = entry_shared[slot, j // wide, 0]
+            head = g * group + T.min(j % wide, group - 1)
+            live = row >= 0 and j % wide < group
+            T.ptx_cp_async(
+                T.access_ptr(do_shared[stage, j, pt % lanes * 8], "w", 8),
+                T.access_ptr(dout[row0 + T.max(row, 0), head, pt % lanes * 8], "r", 8),
+                8,
+                live,
+            )
+            T.ptx_cp_async(
+                T.access_ptr(q_shared[stage, j, pt % lanes * 8], "w", 8),
+                T.access_ptr(q[row0 + T.max(row, 0), head, pt % lanes * 8], "r", 8),
+                8,
+                live,
+            )
+        T.cp_async_barrier_noinc(ready[stage])
+
     @T.prim_func
     def sparse_gqa_window_backward(
         q: T.Tensor((tq, heads, dim), dtype),
@@ -66,9 +150,8 @@ def window_backward(*, heads: int, kv_heads: int, dim: int, rows: int, stages: i
             q_shared = T.alloc_shared((stages, vectors, dim), dtype)
             do_shared = T.alloc_shared((stages, vectors, dim), dtype)
             probs = T.alloc_shared((2, stages, WINDOW, vectors), dtype)
-            # Two slots: a warp may write the rows of the next step while another still reads those of this one.
-            entry_shared = T.alloc_shared((2, rows, 4), "int32")
-            ready = T.alloc_barrier(arrive_count=[WARPGROUP] * stages)
+            entry_shared = T.alloc_shared((SLOTS, rows, 4), "int32")
+            ready = T.alloc_barrier(arrive_count=[WARPGROUP if bulk else 2 * WARPGROUP] * stages)
             free = T.alloc_barrier(arrive_count=[2 * WARPGROUP] * stages)
 
             tx = T.get_thread_binding()
@@ -84,67 +167,39 @@ def window_backward(*, heads: int, kv_heads: int, dim: int, rows: int, stages: i
                     pt = tx - 2 * WARPGROUP
                     token = pt % WINDOW
                     which = pt // WINDOW
-                    word = T.alloc_var("int32")
-                    rank = T.alloc_var("int32")
                     entry = T.alloc_local((4,), "int32")
-                    if pt < rows:
-                        for e in T.vectorized(4):
-                            entry[e] = entries[w, T.min(pt, n - 1), e]
+                    held = T.alloc_local((vectors,), dtype)
+                    if bulk and wide > group:
+                        # The copy engine leaves out the vector that makes the group even.
+                        for s in T.unroll(stages * vectors * lanes // WARPGROUP):
+                            j = (s * WARPGROUP + pt) // lanes
+                            for e in T.vectorized(8):
+                                q_shared[j // vectors, j % vectors, pt % lanes * 8 + e] = 0
+                            for e in T.vectorized(8):
+                                do_shared[j // vectors, j % vectors, pt % lanes * 8 + e] = 0
+                        T.fence_proxy_async()
+                    fetch_entry(entry, entries, w, 0, pt, n)
+                    publish_entry(entry, entry_shared, 0, pt, n)
+                    T.sync_threads(2, WARPGROUP)
+                    load_probs(held, 0, entry_shared, stored, which, token, g)
+                    fetch_entry(entry, entries, w, 1, pt, n)
                     for t in T.serial(steps):
                         stage = t % stages
-                        if pt < rows:
-                            # Past the last row there is a row with no bits.
-                            if t * rows + pt >= n:
-                                entry[0] = -1
-                                entry[1] = 0
-                                entry[2] = 0
-                            for e in T.vectorized(4):
-                                entry_shared[t % 2, pt, e] = entry[e]
+                        publish_entry(entry, entry_shared, t + 1, pt, n)
                         T.sync_threads(2, WARPGROUP)
-                        if pt < rows:
-                            for e in T.vectorized(4):
-                                entry[e] = entries[w, T.min((t + 1) * rows + pt, n - 1), e]
+                        fetch_entry(entry, entries, w, t + 2, pt, n)
                         T.barrier_wait(free[stage], ((t // stages) & 1) ^ 1)
-                        for p in T.unroll(passes):
-                            j = p * vectors_per_pass + pt // lanes
-                            row = entry_shared[t % 2, j // wide, 0]
-                            head = g * group + T.min(j % wide, group - 1)
-                            live = row >= 0 and j % wide < group
-                            T.ptx_cp_async(
-                                T.access_ptr(do_shared[stage, j, pt % lanes * 8], "w", 8),
-                                T.access_ptr(dout[row0 + T.max(row, 0), head, pt % lanes * 8], "r", 8),
-                                8,
-                                live,
+                        if bulk:
+                            copy_bulk(q, dout, q_shared, do_shared, ready, entry_shared, t % SLOTS, stage, pt, g, row0)
+                        else:
+                            copy_by_threads(
+                                q, dout, q_shared, do_shared, ready, entry_shared, t % SLOTS, stage, pt, g, row0
                             )
-                            T.ptx_cp_async(
-                                T.access_ptr(q_shared[stage, j, pt % lanes * 8], "w", 8),
-                                T.access_ptr(q[row0 + T.max(row, 0), head, pt % lanes * 8], "r", 8),
-                                8,
-                                live,
-                            )
-                        for j in T.unroll(rows):
-                            word = entry_shared[t % 2, j, 1 + token // WORD]
-                            rank = entry_shared[t % 2, j, 3] + below(word, token % WORD)
-                            if token >= WORD:
-                                rank += popcount(entry_shared[t % 2, j, 1])
-                            attends = ((word >> (token % WORD)) & 1) != 0
-                            for c in T.unroll(wide // piece):
-                                T.ptx_cp_async(
-                                    T.access_ptr(probs[which, stage, token, j * wide + c * piece], "w", piece),
-                                    T.access_ptr(
-                                        stored[
-                                            which,
-                                            T.max(entry_shared[t % 2, j, 0], 0),
-                                            g,
-                                            T.if_then_else(attends, rank, 0),
-                                            c * piece,
-                                        ],
-                                        "r",
-                                        piece,
-                                    ),
-                                    piece,
-                                    attends,
-                                )
-                        T.cp_async_barrier_noinc(ready[stage])
+                        for c in T.unroll(vectors // 8):
+                            for e in T.vectorized(8):
+                                probs[which, stage, token, c * 8 + e] = held[c * 8 + e]
+                        T.fence_proxy_async()
+                        T.barrier_arrive(ready[stage])
+                        load_probs(held, (t + 1) % SLOTS, entry_shared, stored, which, token, g)
 
     return sparse_gqa_window_backward
