@@ -167,7 +167,9 @@ def check(ref: tuple[Tensor, ...], got: tuple[Tensor, ...], case: Case) -> None:
         else:
             assert a.shape == b.shape
             error = ((a - b.double()).norm() / a.norm()).item()
-            assert error < (1e-4 if name == "dweights" else GRADIENT_TOLERANCE), (name, error)
+            # Over all blocks the scores' gradient is rounded to bfloat16 for the matrix unit before anything is summed.
+            exact = name == "dweights" and not case.everywhere
+            assert error < (1e-4 if exact else GRADIENT_TOLERANCE), (name, error)
 
 
 CASES = [
