@@ -319,7 +319,7 @@ def section_time(tokens_text: str) -> None:
 
 
 def section_tune(tokens_text: str) -> None:
-    """The backward of a random selection by chunk size, and both directions without TileLang's bounds checks."""
+    """Both directions of a random selection with kernels built otherwise, and the backward by chunk size."""
     import torch
 
     from gpu_ci.bench.selections import block_selection
@@ -333,30 +333,35 @@ def section_tune(tokens_text: str) -> None:
     rows = Rows(block_selection(tokens, "random", topk=TOPK, block_size=RATIO), pos, torch.zeros_like(pos))
     out, lse = forward(kernels(), q, k, v, rows, SCALE)
     gradients = q, k, v, rows, out, lse, dout, SCALE
-    for name, chosen in {"as built": kernels(), "unguarded": unguarded(kernels())}.items():
-        ms = milliseconds(functools.partial(forward, chosen, q, k, v, rows, SCALE))
-        result(f"tune T {tokens} random forward, {name}: {ms:.2f} ms")
-        result(
-            f"tune T {tokens} random backward, {name}: {kernel_times(functools.partial(backward, chosen, *gradients))}"
-        )
+    for name, chosen in {
+        "as built": kernels(),
+        "unguarded": varied(kernels(), {}),
+        "windows by threads": varied(kernels(), {"backward_window": {"bulk": False}}),
+    }.items():
+        run = functools.partial(forward, chosen, q, k, v, rows, SCALE)
+        result(f"tune T {tokens} random forward, {name}: {milliseconds(run):.2f} ms; {kernel_times(run)}")
+        run = functools.partial(backward, chosen, *gradients)
+        result(f"tune T {tokens} random backward, {name}: {milliseconds(run, 2):.2f} ms; {kernel_times(run)}")
     for mebibytes in (6, 12, 24, 48, 96, 4096):
         chosen = kernels(gathered_bytes=mebibytes * 2**20, stored_bytes=8 * 2**30)
         run = functools.partial(backward, chosen, *gradients)
         result(f"tune T {tokens} chunks of {mebibytes} MiB: {milliseconds(run, 2):.2f} ms; {kernel_times(run)}")
 
 
-def unguarded(chosen: object) -> object:
-    """Kernels whose accesses TileLang does not check once more."""
+def varied(chosen: object, changes: dict[str, dict[str, object]]) -> object:
+    """Kernels without TileLang's bounds checks, some of them with other arguments."""
     from mcore_patches.ops.sparse_gqa import tilelang_kernels
     from mcore_patches.ops.sparse_gqa.tilelang_kernels import CACHE, GUARDED, Kernels, specifications
 
-    class Unguarded(Kernels):
+    class Varied(Kernels):
         def __getitem__(self, name: str) -> object:
-            wanted = replace(specifications(self.shape, self.design)[name], pass_configs=GUARDED)
-            key = (*self.shape.key, "unguarded", name, *wanted.arguments.values())
+            plain = specifications(self.shape, self.design)[name]
+            arguments = dict(plain.arguments) | changes.get(name, {})
+            wanted = replace(plain, arguments=arguments, pass_configs=GUARDED)
+            key = (*self.shape.key, "varied", name, *arguments.values())
             return CACHE.get(key, lambda: tilelang_kernels._build(key, wanted, self.shape.arch))
 
-    return Unguarded(chosen.shape, chosen.design)
+    return Varied(chosen.shape, chosen.design)
 
 
 # ---------------------------------------------------------------------------------------------- processes
