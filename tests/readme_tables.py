@@ -85,6 +85,20 @@ def figures_table(benches: list[str], results: Path = RESULTS) -> str:
     return "\n".join(lines)
 
 
+def ratios_table(benches: list[str], results: Path = RESULTS) -> str:
+    """Those rows of results.csv that compare times of one run, "A / B": without a unit, in the file's order."""
+    rows = []
+    if results.exists():
+        with results.open(newline="") as file:
+            rows = [r for r in csv.DictReader(file) if r["bench"] in benches and not r["unit"] and " / " in r["metric"]]
+    if not rows:
+        return NO_FIGURES
+    lines = [_line(["case", "times of one run", "ratio", "device", "date", "command"]), _line(["---"] * 6)]
+    for r in rows:
+        lines.append(_line([r["case"], r["metric"], r["value"], r["device"], r["date"], f"`{r['command']}`"]))
+    return "\n".join(lines)
+
+
 def _line(cells: list[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
@@ -100,6 +114,7 @@ def find(text: str, name: str) -> re.Match[str]:
 TABLES: dict[str, Callable[[list[str]], str]] = {
     "releases": lambda _: releases_table(),
     "figures": figures_table,
+    "ratios": ratios_table,
     "qsa-fields": lambda _: fields_markdown(),
     "qsa-support": lambda _: support_matrix_markdown(),
 }

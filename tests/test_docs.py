@@ -99,6 +99,13 @@ def test_figures_are_those_of_results_csv():
     assert place["table"].strip() == readme_tables.figures_table(benches), "run python -m tests.readme_tables"
 
 
+def test_ratios_are_those_of_results_csv():
+    place = readme_tables.find(README, "ratios")
+    table = readme_tables.ratios_table(place["arguments"].split())
+    assert place["table"].strip() == table, "run python -m tests.readme_tables"
+    assert table != readme_tables.NO_FIGURES
+
+
 def test_figures_table_quotes_rows(tmp_path):
     csv = tmp_path / "results.csv"
     csv.write_text(
