@@ -15,11 +15,12 @@ WORKERS ?= 2
 export OMP_NUM_THREADS := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: help setup releases demo test test-kernels lint format typecheck check dist clean
+.PHONY: help setup releases demo test test-kernels test-thorough lint format typecheck check dist clean
 
 help:
 	@echo "make demo       train tiny models on the real megatron-core, without and with the patches"
 	@echo "make test       run the tests (CPU)"
+	@echo "make test-thorough  the same cases on the releases that make test leaves out"
 	@echo "make test-kernels   assemble every TileLang kernel with nvcc (no GPU needed)"
 	@echo "make check      lint, types and tests"
 	@echo "make dist       build the wheel and the sdist into dist/"
@@ -48,7 +49,10 @@ demo: $(READY)
 	$(PY) -m mcore_patches.cli demo
 
 test: setup
-	$(PY) -m pytest -n $(WORKERS) --dist loadgroup --ignore-glob='*/ops/test_compile_*.py' $(ARGS)
+	$(PY) -m pytest -n $(WORKERS) --dist loadgroup --ignore-glob='*/ops/test_compile_*.py' -m 'not thorough' $(ARGS)
+
+test-thorough: setup
+	$(PY) -m pytest -m thorough $(ARGS)
 
 # Each of these files compiles in two processes at a time.
 test-kernels: $(READY)
@@ -66,7 +70,7 @@ format: $(READY)
 typecheck: $(READY)
 	$(VENV)/bin/mypy
 
-check: lint typecheck test test-kernels
+check: lint typecheck test test-thorough test-kernels
 
 dist: $(READY)
 	$(PY) -m build
