@@ -20,7 +20,7 @@ export TOKENIZERS_PARALLELISM := false
 help:
 	@echo "make demo       train tiny models on the real megatron-core, without and with the patches"
 	@echo "make test       run the tests (CPU)"
-	@echo "make test-thorough  the same cases on the releases that make test leaves out"
+	@echo "make test-thorough  several processes on the releases that make test leaves out"
 	@echo "make test-kernels   assemble every TileLang kernel with nvcc (no GPU needed)"
 	@echo "make check      lint, types and tests"
 	@echo "make dist       build the wheel and the sdist into dist/"

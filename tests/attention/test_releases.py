@@ -9,6 +9,11 @@ from tests import releases
 from tests.attention import snapshot
 
 OLDEST, NEWEST = releases.RELEASES[0], releases.RELEASES[-1]
+# Several processes on two cores take up to a minute a release: make test-thorough runs the releases between.
+OLDEST_AND_NEWEST = pytest.mark.parametrize(
+    "release",
+    [pytest.param(r, marks=() if r in (OLDEST, NEWEST) else pytest.mark.thorough) for r in releases.RELEASES],
+)
 
 
 def _cases(function: str, release: str, nprocs: int, *args: object) -> dict[str, object]:
@@ -36,21 +41,14 @@ def test_one_process(release: str) -> None:
     assert ("hybrid, full recomputation" in cases) == releases.at_least(release, "0.18.2")
 
 
-@pytest.mark.parametrize("release", releases.RELEASES)
+@OLDEST_AND_NEWEST
 def test_two_ranks_equal_one(release: str) -> None:
     cases = _cases("two_processes", release, 2, release == NEWEST)
     for layout in ("TP2-SP", "CP2", "PP2"):
         assert {f"{layout}-BSHD-core", f"{layout}-THD-full", f"{layout}-warmup", f"{layout}, per token"} <= set(cases)
 
 
-@pytest.mark.parametrize(
-    "release",
-    [
-        # Four processes on two cores take a minute a release: make test runs the oldest and the newest.
-        pytest.param(release, marks=() if release in (OLDEST, NEWEST) else pytest.mark.thorough)
-        for release in releases.RELEASES
-    ],
-)
+@OLDEST_AND_NEWEST
 def test_four_ranks_equal_one(release: str) -> None:
     cases = _cases("four_processes", release, 4, release == NEWEST)
     assert {"TP2-CP2-BSHD-none", "TP2-CP2-THD-full", "TP2-CP2-THD-core"} <= set(cases)
