@@ -228,7 +228,7 @@ def test_equals_the_oracle(case: Case) -> None:
 def test_plain_kernels_equal_the_oracle(case: Case, kib: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernels of other GPUs, with as much shared memory as those have."""
     multiprocessors = describe(torch.device("cuda", torch.cuda.current_device())).multiprocessors
-    monkeypatch.setattr(tilelang_backend, "_device", lambda _: Device("sm_90a", kib * 1024, multiprocessors))
+    monkeypatch.setattr(tilelang_backend, "device_of", lambda _: Device("sm_90a", kib * 1024, multiprocessors))
     inputs = Inputs.random(case)
     kernels = tilelang_backend._kernels(inputs.q, inputs.k, inputs.rows.block_ids, case.block_size)
     assert kernels.design.plain is not None

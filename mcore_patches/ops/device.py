@@ -35,6 +35,11 @@ def describe(device: torch.device) -> Device:
     return Device(arch_name(properties.major, properties.minor), shared_bytes, properties.multi_processor_count)
 
 
+def device_of(device: torch.device) -> Device:
+    """The `Device` behind a CUDA device, the current one if it has no index."""
+    return describe(torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index))
+
+
 @dataclass(frozen=True)
 class Tiles:
     """How a kernel cuts its work: heads and keys of a block, stages of its pipeline, threads."""

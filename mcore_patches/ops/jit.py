@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import hashlib
+import importlib
 import os
 import tempfile
 import threading
@@ -21,6 +23,21 @@ from pathlib import Path
 from typing import Any
 
 Key = tuple[Any, ...]
+
+# Kernels compile side by side, but are traced into TileLang's intermediate form one at a time, of all ops.
+TRACING = threading.Lock()
+
+
+# Failures too are remembered: an import of tilelang that fails takes as long as one that does not.
+@functools.cache
+def import_fault() -> str:
+    """Why TileLang cannot be imported, or nothing if it can."""
+    try:
+        importlib.import_module("tilelang")
+    # OSError: a shared library that does not load.
+    except (ImportError, OSError) as error:
+        return f"tilelang cannot be imported: {error}"
+    return ""
 
 
 class KernelBuildError(RuntimeError):

@@ -38,3 +38,9 @@ def add_rows_(target: Tensor, index: Tensor, values: Tensor, *, deterministic: b
         target.index_put_((index,), values, accumulate=True)
     else:
         target.index_add_(0, index, values)
+
+
+def readable(tensor: Tensor) -> Tensor:
+    """`tensor` without its graph and contiguous, from an address that 16-byte copies can read."""
+    tensor = tensor.detach().contiguous()
+    return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()

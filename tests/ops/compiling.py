@@ -4,6 +4,7 @@ import dataclasses
 import importlib
 import os
 import re
+import shutil
 import subprocess
 import tempfile
 from pathlib import Path
@@ -52,6 +53,7 @@ def compile_report(
 
 
 def _assemble(code: str, arch: str, root: Path) -> str:
+    assert shutil.which("nvcc"), "nvcc of the CUDA toolkit (12.8 or newer) is not on PATH"
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "kernel.cu")
         path.write_text(code)

@@ -1,6 +1,5 @@
 """Compile-only: the kernels of indexer_kl assemble, fit shared memory and keep their registers. And their tiles."""
 
-import shutil
 from typing import Any
 
 import pytest
@@ -25,7 +24,6 @@ from mcore_patches.ops.indexer_kl.design import (
 from mcore_patches.ops.indexer_kl.tilelang_kernels import specifications
 from tests.ops.compiling import Report, compile_report
 
-needs_nvcc = pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
 BF16 = torch.bfloat16
 REAL: dict[str, Any] = {
     "arch": HOPPER,
@@ -58,7 +56,6 @@ def report_of(shape: Shape, name: str, arch: str = HOPPER, **extra: Any) -> Repo
     return compile_report(module, builder, arguments | extra, arch)
 
 
-@needs_nvcc
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
 @pytest.mark.parametrize("changes", [{}, LARGE, SMALL, {"ranks": True}], ids=["real", "large", "small", "ranks"])
 def test_teacher_fits(changes: dict[str, Any], arch: str) -> None:
@@ -74,7 +71,6 @@ def test_teacher_fits(changes: dict[str, Any], arch: str) -> None:
     assert 2 * consumer + producer <= 3 * report.registers
 
 
-@needs_nvcc
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
 @pytest.mark.parametrize("changes", [{}, LARGE | {"weighted": True}], ids=["real", "large-weights"])
 def test_student_fits(changes: dict[str, Any], arch: str) -> None:
@@ -85,7 +81,6 @@ def test_student_fits(changes: dict[str, Any], arch: str) -> None:
     assert report.spilled == 0
 
 
-@needs_nvcc
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
 @pytest.mark.parametrize("name", ["union", "gather", "blocks", "mark", "rank", "locate"])
 def test_other_kernels_fit(name: str, arch: str) -> None:
@@ -94,7 +89,6 @@ def test_other_kernels_fit(name: str, arch: str) -> None:
     assert report.spilled == 0
 
 
-@needs_nvcc
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
 def test_rows_kernel_fits(arch: str) -> None:
     report = report_of(shape_with(topk=None), "rows", arch)
@@ -102,7 +96,6 @@ def test_rows_kernel_fits(arch: str) -> None:
     assert report.spilled == 0
 
 
-@needs_nvcc
 @pytest.mark.parametrize("changes", [{}, LARGE | {"topk": None, "weighted": True}], ids=["real", "large-weights"])
 @pytest.mark.parametrize("name", ["query_gradient", "key_gradient"])
 def test_gradient_kernels_fit(name: str, changes: dict[str, Any]) -> None:

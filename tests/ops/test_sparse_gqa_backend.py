@@ -23,8 +23,8 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[KernelCache]:
     """The backend takes CPU tensors for those of a Hopper GPU; kernels are not built. Yields the kernel cache."""
     cache = KernelCache()
     monkeypatch.setattr(tilelang_backend, "KERNELS_DEVICE", "cpu")
-    monkeypatch.setattr(tilelang_backend, "_device", lambda _: HOPPER)
-    monkeypatch.setattr(tilelang_backend, "_import_fault", lambda: "")
+    monkeypatch.setattr(tilelang_backend, "device_of", lambda _: HOPPER)
+    monkeypatch.setattr(tilelang_backend, "import_fault", lambda: "")
     for module in (tilelang_backend, tilelang_kernels):
         monkeypatch.setattr(module, "CACHE", cache)
     monkeypatch.setattr(tilelang_kernels, "_build", lambda key, *_: fake_kernel(key))
@@ -118,12 +118,12 @@ def test_cpu_tensors_are_declined() -> None:
 
 @pytest.mark.usefixtures("on_cpu")
 def test_gpus_without_bf16_matrix_units_are_declined(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tilelang_backend, "_device", lambda _: Device("sm_75", 64 * 1024, 40))
+    monkeypatch.setattr(tilelang_backend, "device_of", lambda _: Device("sm_75", 64 * 1024, 40))
     assert supports(**arguments([13]), **SETTINGS) == (False, "sm_75 has no bfloat16 matrix units")
 
 
 def test_other_gpus_take_the_plain_kernels(on_cpu: KernelCache, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tilelang_backend, "_device", lambda _: Device("sm_120a", 99 * 1024, 188))
+    monkeypatch.setattr(tilelang_backend, "device_of", lambda _: Device("sm_120a", 99 * 1024, 188))
     call = arguments([13, 50])
     call["v"].requires_grad_()
     sparse_gqa(**call, **SETTINGS, backend="tilelang")[0].sum().backward()
@@ -133,7 +133,7 @@ def test_other_gpus_take_the_plain_kernels(on_cpu: KernelCache, monkeypatch: pyt
 
 @pytest.mark.usefixtures("on_cpu")
 def test_without_tilelang_the_reason_is_the_import(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tilelang_backend, "_import_fault", lambda: "tilelang cannot be imported: No module named 'tvm'")
+    monkeypatch.setattr(tilelang_backend, "import_fault", lambda: "tilelang cannot be imported: No module named 'tvm'")
     assert supports(**arguments([13]), **SETTINGS) == (False, "tilelang cannot be imported: No module named 'tvm'")
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
-import threading
 from dataclasses import asdict
 from typing import Any
 
@@ -23,15 +21,13 @@ from mcore_patches.ops.block_topk.design import (
     splits_of_a_tile,
     topk_capacity,
 )
-from mcore_patches.ops.device import Device, describe
-from mcore_patches.ops.jit import CACHE, build_together, compile_kernel
+from mcore_patches.ops.device import device_of
+from mcore_patches.ops.jit import CACHE, TRACING, build_together, compile_kernel, import_fault
 from mcore_patches.ops.packing import complete_blocks
-from mcore_patches.ops.workspace import chunks
+from mcore_patches.ops.workspace import chunks, readable
 
 KERNELS_DEVICE = "cuda"
 _INFINITY = 0x7F800000  # the key of a score of +inf; a GPU's NaN lies above
-# Kernels compile side by side, but are traced into TileLang's intermediate form one at a time.
-_TRACING = threading.Lock()
 new_empty = torch.empty  # a name of its own, for tests that put guards around buffers
 
 
@@ -49,8 +45,8 @@ def supports(
     """Whether the kernels run these arguments of `select_blocks`, and why not. No value is read, nothing compiled."""
     if q_idx.device.type != KERNELS_DEVICE:
         return False, f"q_idx is on {q_idx.device}, the kernels need {KERNELS_DEVICE}"
-    if importlib.util.find_spec("tilelang") is None:
-        return False, "tilelang is not installed"
+    if missing := import_fault():
+        return False, missing
     if q_idx.shape[0] == 0 or k_blocks.shape[0] == 0:
         return False, f"there is nothing to select: q_idx {tuple(q_idx.shape)}, k_blocks {tuple(k_blocks.shape)}"
     device = device_of(q_idx.device)
@@ -60,11 +56,6 @@ def supports(
     fault = CACHE.failure_of("block_topk.score", device.arch, *q_idx.shape[1:], q_idx.dtype)
     fault = fault or CACHE.failure_of("block_topk.select", device.arch, topk_capacity(topk))
     return fault is None, fault or "the kernels take these arguments"
-
-
-def device_of(device: torch.device) -> Device:
-    """The `Device` behind a CUDA device, the current one if it has no index."""
-    return describe(torch.device("cuda", torch.cuda.currentdevice_of() if device.index is None else device.index))
 
 
 def score_kernel(
@@ -80,7 +71,7 @@ def score_kernel(
     def build() -> Any:
         from mcore_patches.ops.block_topk import tilelang_score
 
-        with _TRACING:
+        with TRACING:
             function = tilelang_score.score_kernel(
                 heads=heads,
                 channels=channels,
@@ -108,7 +99,7 @@ def select_kernel(arch: str, capacity: int) -> Any:
     def build() -> Any:
         from mcore_patches.ops.block_topk import tilelang_select
 
-        with _TRACING:
+        with TRACING:
             function = tilelang_select.select_kernel(capacity=capacity, **asdict(select_tiles(capacity)))
         return compile_kernel(key, function, arch=arch, pass_configs=tilelang_select.PASS_CONFIGS)
 
@@ -180,9 +171,3 @@ def select_blocks_tilelang(
         what = "scores of visible blocks (from q_idx, k_blocks, weights)"
         verify_not_nan("select_blocks", torch.cat(nan_rows), what)
     return ids
-
-
-def readable(tensor: Tensor) -> Tensor:
-    """`tensor` without its graph and contiguous, from an address that 16-byte copies can read."""
-    tensor = tensor.detach().contiguous()
-    return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Any
 
 import torch
@@ -10,14 +9,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mcore_patches.ops.arguments import verify_not_nan
-from mcore_patches.ops.block_topk.tilelang_backend import device_of, readable
-from mcore_patches.ops.device import Device
+from mcore_patches.ops.device import Device, device_of
 from mcore_patches.ops.indexer_kl.chunked import LossAndGradients
 from mcore_patches.ops.indexer_kl.design import UNION_WORDS, Shape, shape_of
 from mcore_patches.ops.indexer_kl.tilelang_all import over_all_blocks
 from mcore_patches.ops.indexer_kl.tilelang_kernels import failure
 from mcore_patches.ops.indexer_kl.tilelang_selected import Rows, over_selected_blocks
+from mcore_patches.ops.jit import import_fault
 from mcore_patches.ops.packing import complete_blocks, first_tokens_of_visible_blocks
+from mcore_patches.ops.workspace import readable
 
 KERNELS_DEVICE = "cuda"
 LARGEST_INDEX = 2**31 - 1
@@ -43,8 +43,8 @@ def supports(
     """Whether the kernels run these (valid) arguments of `indexer_kl`, and why not. No value is read."""
     if q.device.type != KERNELS_DEVICE:
         return False, f"q is on {q.device}, the kernels need {KERNELS_DEVICE}"
-    if importlib.util.find_spec("tilelang") is None:
-        return False, "tilelang is not installed"
+    if fault := import_fault():
+        return False, fault
     if lse is None:
         return False, "lse is None: the kernels do not compute the attention's"
     if min(len(q), len(k), len(k_blocks)) == 0:

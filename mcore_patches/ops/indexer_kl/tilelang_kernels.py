@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import functools
 import importlib
-import threading
 from collections.abc import Mapping
 from typing import Any
 
 from mcore_patches.ops.device import Device
 from mcore_patches.ops.indexer_kl.design import Shape, gradient_tiles, student_blocks_per_sm, teacher_slots
-from mcore_patches.ops.jit import CACHE, build_together, compile_kernel
+from mcore_patches.ops.jit import CACHE, TRACING, build_together, compile_kernel
 
 OP = "indexer_kl"
 _ORDER = "mcore_patches.ops.sparse_mla.tilelang_ordered"
-# Kernels compile side by side, but are traced into TileLang's intermediate form one at a time.
-_TRACING = threading.Lock()
 
 
 Specification = tuple[str, str, dict[str, Any]]
@@ -87,6 +84,6 @@ def _get(key: tuple[Any, ...], module: str, builder: str, arguments: dict[str, A
 
 def _build(key: tuple[Any, ...], module: str, builder: str, arguments: dict[str, Any]) -> Any:
     source = importlib.import_module(module)
-    with _TRACING:
+    with TRACING:
         function = getattr(source, builder)(**arguments)
     return compile_kernel(key, function, arch=key[1], pass_configs=source.PASS_CONFIGS)

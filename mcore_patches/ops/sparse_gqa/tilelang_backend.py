@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import functools
-import importlib
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from mcore_patches.ops.device import Device, describe
-from mcore_patches.ops.jit import CACHE, build_together
+from mcore_patches.ops.device import Device, device_of
+from mcore_patches.ops.jit import CACHE, build_together, import_fault
 from mcore_patches.ops.sparse_gqa.design import Design, sparse_gqa_design
 from mcore_patches.ops.sparse_gqa.tilelang_backward import backward
 from mcore_patches.ops.sparse_gqa.tilelang_forward import Rows, forward
 from mcore_patches.ops.sparse_gqa.tilelang_kernels import Kernels, Shape, topk_class
+from mcore_patches.ops.workspace import readable
 
 KERNELS_DEVICE = "cuda"
-ALIGNMENT = 16  # bytes of one asynchronous copy
 LARGEST_INDEX = 2**31 - 1
 
 
@@ -47,9 +46,9 @@ def supports(
         return False, f"there is nothing to attend to: {sizes}"
     if max(len(q) * q.shape[1], len(k)) > LARGEST_INDEX:
         return False, f"rows and heads are numbered by int32, got q {tuple(q.shape)} and k {tuple(k.shape)}"
-    if fault := _import_fault():
+    if fault := import_fault():
         return False, fault
-    chosen = _choose(_device(q.device), q.dtype, q.shape[1], k.shape[1], q.shape[2], block_size, block_ids.shape[1])
+    chosen = _choose(device_of(q.device), q.dtype, q.shape[1], k.shape[1], q.shape[2], block_size, block_ids.shape[1])
     if isinstance(chosen, str):
         return False, chosen
     fault = CACHE.failure_of(*chosen.shape.key) or ""
@@ -96,7 +95,7 @@ class _TileLangGQA(torch.autograd.Function):
         kernels: Kernels,
     ) -> tuple[Tensor, Tensor]:
         rows = Rows(block_ids.contiguous(), row_pos.contiguous(), row_start.contiguous())
-        out, lse = forward(kernels, _readable(q), _readable(k), _readable(v), rows, scale)
+        out, lse = forward(kernels, readable(q), readable(k), readable(v), rows, scale)
         ctx.save_for_backward(q, k, v, block_ids, row_pos, row_start, out, lse)
         ctx.mark_non_differentiable(lse)
         ctx.set_materialize_grads(False)
@@ -111,8 +110,8 @@ class _TileLangGQA(torch.autograd.Function):
         q, k, v, block_ids, row_pos, row_start, out, lse = ctx.saved_tensors
         scale, kernels = ctx.settings
         rows = Rows(block_ids.contiguous(), row_pos.contiguous(), row_start.contiguous())
-        sources = _readable(q), _readable(k), _readable(v)
-        grads = backward(kernels, *sources, rows, out, lse, _readable(dout), scale)
+        sources = readable(q), readable(k), readable(v)
+        grads = backward(kernels, *sources, rows, out, lse, readable(dout), scale)
         needed = (grad if need else None for grad, need in zip(grads, ctx.needs_input_grad))
         return (*needed, *(None,) * 5)
 
@@ -135,7 +134,7 @@ def warmup(
         ValueError: there are no kernels for the shape or the device; the text says why.
         KernelBuildError: one of them does not compile.
     """
-    chosen = _choose(_device(torch.device(device)), dtype, heads, kv_heads, dim, block_size, topk)
+    chosen = _choose(device_of(torch.device(device)), dtype, heads, kv_heads, dim, block_size, topk)
     if isinstance(chosen, str):
         raise ValueError(f"sparse_gqa: {chosen}")
     before = CACHE.builds
@@ -145,7 +144,7 @@ def warmup(
 
 def _kernels(q: Tensor, k: Tensor, block_ids: Tensor, block_size: int) -> Kernels:
     shape = q.shape[1], k.shape[1], q.shape[2], block_size, block_ids.shape[1]
-    chosen = _choose(_device(q.device), q.dtype, *shape)
+    chosen = _choose(device_of(q.device), q.dtype, *shape)
     if isinstance(chosen, str):
         raise ValueError(f"sparse_gqa: {chosen}")
     return chosen
@@ -171,26 +170,3 @@ def _choose_once(
 @functools.cache
 def _build(kernels: Kernels, backward: bool) -> None:
     build_together(kernels.builds(backward=backward))
-
-
-def _device(device: torch.device) -> Device:
-    return describe(torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index))
-
-
-# Failures too are remembered: an import of tilelang that fails takes as long as one that does not.
-@functools.cache
-def _import_fault() -> str:
-    """Why TileLang cannot be imported, or nothing if it can."""
-    try:
-        importlib.import_module("tilelang")
-    # OSError: a shared library that does not load.
-    except (ImportError, OSError) as error:
-        return f"tilelang cannot be imported: {error}"
-    return ""
-
-
-def _readable(tensor: Tensor) -> Tensor:
-    """`tensor` if it is contiguous and begins where a copy may, else a copy of it."""
-    if tensor.is_contiguous() and tensor.data_ptr() % ALIGNMENT == 0:
-        return tensor
-    return tensor.clone(memory_format=torch.contiguous_format)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import functools
 import importlib
-import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mcore_patches.ops.jit import CACHE, compile_kernel
+from mcore_patches.ops.jit import CACHE, TRACING, compile_kernel
 from mcore_patches.ops.sparse_gqa.design import BackwardTiles, Design, RowShape, Tiles
 
 OP = "sparse_gqa"
@@ -22,8 +21,6 @@ GUARDED = {**FAST_MATH, "tl.disable_safe_memory_legalize": True}
 PLAIN = {**FAST_MATH, "tl.disable_tma_lower": True}
 # Blocks that are put in order in one pass over a row's ids, in words of 32.
 ORDER_WORDS = 2048
-# Kernels compile side by side, but are traced into TileLang's intermediate form one at a time.
-_TRACING = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -172,6 +169,6 @@ class Kernels:
 
 def _build(key: tuple[Any, ...], specification: Specification, arch: str) -> Any:
     builder = getattr(importlib.import_module(f"{__package__}.{specification.module}"), specification.builder)
-    with _TRACING:
+    with TRACING:
         function = builder(**specification.arguments)
     return compile_kernel(key, function, arch=arch, pass_configs=specification.pass_configs)

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mcore_patches.ops.device import Device, SparseMLADesign, describe, sparse_mla_design
-from mcore_patches.ops.jit import CACHE, Key, build_together, compile_kernel
+from mcore_patches.ops.device import Device, SparseMLADesign, device_of, sparse_mla_design
+from mcore_patches.ops.jit import CACHE, TRACING, Key, build_together, compile_kernel
 
 VALUE_WIDTH = 512
 # Parts of dKV that the deterministic backward stores before it sums them.
 PARTS_BYTES = 2 * 2**30
-# Kernels compile side by side, but are traced into TileLang's intermediate form one at a time.
-_TRACING = threading.Lock()
 ALIGNMENT = 16  # bytes: of the copy engine's strides and of one asynchronous copy
 
 
@@ -37,7 +34,7 @@ def supports(q: Tensor, kv: Tensor, indices: Tensor, v_channels: int) -> tuple[b
 
 @torch.compiler.assume_constant_result
 def _device(device: torch.device) -> Device:
-    return describe(torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index))
+    return device_of(device)
 
 
 @torch.compiler.assume_constant_result
@@ -99,7 +96,7 @@ def _build(key: Key, name: str, device: Device, width: int, shape: dict[str, Any
         source, build = tilelang_ordered, functools.partial(tilelang_ordered.sum_kernel, width)
     else:
         source, build = tilelang_ordered, getattr(tilelang_ordered, f"{name}_kernel")
-    with _TRACING:
+    with TRACING:
         function = build(**shape)
     return compile_kernel(key, function, arch=device.arch, pass_configs=source.PASS_CONFIGS)
 
