@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from mcore_patches.ops import device
 from mcore_patches.ops.device import (
     PLAIN_BACKWARD_TILES,
     PLAIN_FORWARD_TILES,
@@ -82,3 +83,10 @@ def test_reason_names_what_does_not_fit(arguments: dict, reason: str) -> None:
 
 def test_hopper_with_too_little_shared_memory_takes_the_plain_kernels() -> None:
     assert choose("sm_90a", 163) == choose("sm_80", 163)
+
+
+@pytest.mark.parametrize(("named", "meant"), [("cuda", 3), ("cuda:1", 1)])
+def test_device_without_an_index_is_the_current_one(named: str, meant: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(device, "describe", lambda found: found)
+    assert device.device_of(torch.device(named)) == torch.device("cuda", meant)
