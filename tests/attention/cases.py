@@ -22,6 +22,7 @@ from megatron.core.transformer.experimental_attention_variant.dsa import DSAInde
 from torch import Tensor
 
 import mcore_patches
+from mcore_patches.attention.common.layout import zigzag_tokens
 from mcore_patches.attention.qsa import (
     QSASelfAttention,
     discard_saved_routes,
@@ -32,7 +33,6 @@ from mcore_patches.attention.qsa import (
 )
 from mcore_patches.attention.qsa.config import FIELDS
 from mcore_patches.attention.qsa.indexer import QKNorm
-from mcore_patches.attention.qsa.layout import zigzag_tokens
 from mcore_patches.attention.qsa.routes import qsa_layers
 from mcore_patches.cpu import parallel, shim
 from mcore_patches.cpu.checkpoint import load_checkpoint, save_checkpoint

@@ -12,8 +12,8 @@ from megatron.core import tensor_parallel
 from megatron.core.transformer.experimental_attention_variant.dsa import DSAIndexerLossLoggingHelper
 from torch import Tensor
 
+from mcore_patches.attention.common.layout import packed_layout
 from mcore_patches.attention.qsa import attention, freeze_backbone, inject_routes, record_routes
-from mcore_patches.attention.qsa.layout import packed_layout
 from mcore_patches.attention.qsa.loss import training_loss
 from mcore_patches.attention.qsa.rope import rotations
 from mcore_patches.ops.indexer_kl import indexer_kl
@@ -504,7 +504,7 @@ def test_other_masks_are_refused(rows: slice, columns: slice, hidden: bool) -> N
     layer = qsa_layer(qsa_config())
     mask = _causal_mask(13, 2).clone()
     mask[1, 0, rows, columns] = hidden
-    with pytest.raises(RuntimeError, match="attention_mask is not the causal one: QSA is causal over whole sequences"):
+    with pytest.raises(RuntimeError, match="attention_mask is not the causal one: the layer is causal over whole"):
         layer(torch.randn(13, 2, 64), mask, rotary_pos_emb=rotary_table(13))
 
 
@@ -514,5 +514,5 @@ def test_other_masks_are_refused(rows: slice, columns: slice, hidden: bool) -> N
     ids=["tokens", "float", "longer", "batch"],
 )
 def test_masks_of_other_shapes_are_refused(mask: Tensor) -> None:
-    with pytest.raises(ValueError, match=r"must be bool \(1, 1, 13, 13\) or \(2, 1, 13, 13\): QSA is causal"):
+    with pytest.raises(ValueError, match=r"must be bool \(1, 1, 13, 13\) or \(2, 1, 13, 13\): the layer is causal"):
         qsa_layer(qsa_config())(torch.randn(13, 2, 64), mask, rotary_pos_emb=rotary_table(13))

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from mcore_patches.attention.qsa.layout import TokenLayout, batch_layout, packed_layout, zigzag_tokens
+from mcore_patches.attention.common.layout import TokenLayout, batch_layout, packed_layout, zigzag_tokens
 from mcore_patches.cpu.data import packed_batch, random_batch
 from tests.attention.tiny import RATIO, packed_params
 from tests.ops.qsa_helpers import lengths_id
@@ -103,7 +103,7 @@ def test_documents_that_do_not_cut_evenly_are_refused() -> None:
 def test_boundaries_are_needed() -> None:
     params: Any = packed_params([8])
     params.cu_seqlens_q = None
-    with pytest.raises(ValueError, match="cu_seqlens_q=None: QSA needs the cumulative lengths"):
+    with pytest.raises(ValueError, match="cu_seqlens_q=None: the layer needs the cumulative lengths"):
         packed_layout(params, 8, RATIO, Rank(0, 1))
 
 
@@ -129,7 +129,7 @@ def _bounds(*values: int) -> torch.Tensor:
             "cu_seqlens_q_padded must start at 0 and hold every document",
         ),
         ({"cu_seqlens_q": _bounds(0, 20, 40), "cu_seqlens_kv": _bounds(0, 10, 40)}, "must equal cu_seqlens_q"),
-        ({"cu_seqlens_q": _bounds(0, 20, 40), "cu_seqlens_kv": _bounds(0, 40)}, "differ: QSA is self-attention"),
+        ({"cu_seqlens_q": _bounds(0, 20, 40), "cu_seqlens_kv": _bounds(0, 40)}, "differ: the layer is self-attention"),
         (
             {"cu_seqlens_q_padded": _bounds(0, 40), "cu_seqlens_kv_padded": _bounds(0, 44)},
             "cu_seqlens_kv_padded must equal cu_seqlens_q_padded",

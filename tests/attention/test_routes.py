@@ -12,10 +12,11 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from mcore_patches.attention.common import passes as passes_module
+from mcore_patches.attention.common.loss import LossScale
+from mcore_patches.attention.common.passes import sketch
 from mcore_patches.attention.qsa import attention, discard_saved_routes, freeze_backbone, inject_routes, record_routes
-from mcore_patches.attention.qsa import routes as routes_module
-from mcore_patches.attention.qsa.loss import LossScale
-from mcore_patches.attention.qsa.routes import RouteError, qsa_layers, sketch
+from mcore_patches.attention.qsa.routes import RouteError, qsa_layers
 from mcore_patches.cpu.data import packed_batch, random_batch
 from mcore_patches.cpu.models import build_gpt
 from mcore_patches.cpu.parameters import full_gradients, seed_parameters
@@ -189,7 +190,7 @@ def test_equal_passes_with_different_given_routes_are_told_apart_or_refused() ->
 
 def test_passes_without_a_backward_pass_do_not_pile_up() -> None:
     layer = qsa_layer(qsa_config())
-    batches = [torch.randn(8, 1, 64) for _ in range(routes_module._MOST_SAVED + 3)]
+    batches = [torch.randn(8, 1, 64) for _ in range(passes_module._MOST_SAVED + 3)]
 
     def checkpointed(x: Tensor) -> Tensor:
         return tensor_parallel.checkpoint(partial(run_layer, layer), False, x.requires_grad_())
@@ -201,7 +202,7 @@ def test_passes_without_a_backward_pass_do_not_pile_up() -> None:
 
     with pytest.warns(RuntimeWarning, match="QSA layer 1: 64 forward passes wait for their recomputation"):
         without_gradients()
-    assert len(layer.routes) == routes_module._MOST_SAVED
+    assert len(layer.routes) == passes_module._MOST_SAVED
     # Those that are forgotten are missed, not replaced by others.
     outputs = [checkpointed(x) for x in batches[:2]]
     outputs[1].sum().backward()
@@ -294,7 +295,7 @@ def test_sketch_bears_rounding_and_tells_inputs_apart() -> None:
     noise = torch.randn(8, *q.shape)
     estimates = [distance(q.float() + 0.1 * n) for n in noise]
     assert 0.05 < sum(estimates) / 8 < 0.2
-    assert routes_module._TOLERANCE < 0.5
+    assert passes_module._TOLERANCE < 0.5
 
 
 def test_recorded_routes_can_be_injected_again() -> None:

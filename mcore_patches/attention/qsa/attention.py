@@ -12,13 +12,16 @@ from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
 
+from mcore_patches.attention.common.finite import check_scores_finite
+from mcore_patches.attention.common.layout import TokenLayout, batch_layout, check_causal_mask, packed_layout
+from mcore_patches.attention.common.loss import AttachIndexerLoss, LossScale
+from mcore_patches.attention.common.passes import is_first_pass, is_recomputation
 from mcore_patches.attention.qsa.config import blocks_per_query, trains_indexer, validate
 from mcore_patches.attention.qsa.freezing import check_frozen_before_checkpoint, check_stage
-from mcore_patches.attention.qsa.indexer import QSAIndexer, check_scores_finite
-from mcore_patches.attention.qsa.layout import TokenLayout, batch_layout, check_causal_mask, packed_layout
-from mcore_patches.attention.qsa.loss import AttachIndexerLoss, LossScale, track_loss, training_loss
+from mcore_patches.attention.qsa.indexer import QSAIndexer
+from mcore_patches.attention.qsa.loss import track_loss, training_loss
 from mcore_patches.attention.qsa.rope import Rotations, rotations
-from mcore_patches.attention.qsa.routes import LayerRoutes, is_first_pass, is_recomputation
+from mcore_patches.attention.qsa.routes import LayerRoutes
 from mcore_patches.attention.qsa.support import Setup, refusal
 from mcore_patches.ops.block_topk import select_blocks
 from mcore_patches.ops.indexer_kl import indexer_kl
@@ -262,7 +265,7 @@ class QSASelfAttention(SelfAttention):
         q_idx = self.indexer.queries(raw_queries, rotation and rotation.rows)
         raw_keys = layout.gather(raw_keys)
         k_blocks = self.indexer.block_keys(raw_keys, layout.block_tokens, rotation and rotation.blocks)
-        check_scores_finite(q_idx, k_blocks, layout, self.global_layer_number)
+        check_scores_finite(q_idx, k_blocks, layout.block_tokens >= 0, layout, f"QSA layer {self.global_layer_number}")
         return q_idx, k_blocks
 
     def _route(self, q_idx: Tensor, k_blocks: Tensor, layout: TokenLayout) -> Tensor:

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from mcore_patches.attention.common.passes import is_recomputation
 from mcore_patches.attention.qsa.config import check_loss, trains_indexer, uses_qsa
 from mcore_patches.attention.qsa.indexer import QSAIndexer
-from mcore_patches.attention.qsa.routes import is_recomputation, qsa_layers
+from mcore_patches.attention.qsa.routes import qsa_layers
 
 if TYPE_CHECKING:
     from mcore_patches.attention.qsa.attention import QSASelfAttention

@@ -11,8 +11,7 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
-from mcore_patches.attention.qsa.layout import TokenLayout
-from mcore_patches.attention.qsa.rope import Rotation
+from mcore_patches.attention.common.rope import Rotation
 
 
 class ZeroCentredRMSNorm(torch.nn.Module):
@@ -139,27 +138,3 @@ class QSAIndexer(MegatronModule):
         members = raw.index_select(0, tokens.flatten()).unflatten(0, tokens.shape)
         normed = self.k_layernorm(_at_least_fp32(members).mean(dim=1).to(raw.dtype))
         return normed if rotation is None else rotation.apply(normed)
-
-
-@torch.no_grad()
-def check_scores_finite(q_idx: Tensor, k_blocks: Tensor, layout: TokenLayout, layer: int) -> None:
-    """Raise RuntimeError unless every score of these index queries and keys is finite. Never waits for the device.
-
-    A NaN would rank by its bits and choose blocks without a word. On CUDA this is a device-side assertion. Its cost is
-    one pass over queries and keys, not over scores: no score is larger than heads times channels times the largest
-    entries of both. Padding does not count.
-
-    Args:
-        q_idx: [T, H, d]. k_blocks: [N, d].
-    """
-    q_idx = q_idx.masked_fill((layout.rows.pos < 0)[:, None, None], 0)
-    k_blocks = k_blocks.masked_fill((layout.block_tokens < 0)[:, None], 0)
-    if not k_blocks.numel() or not q_idx.numel():
-        return
-    largest_query, largest_key = (_at_least_fp32(x.abs().amax()) for x in (q_idx, k_blocks))
-    bound = largest_query * largest_key * (q_idx.shape[1] * q_idx.shape[2])
-    torch._assert_async(
-        bound <= torch.finfo(bound.dtype).max,
-        f"QSA layer {layer}: index queries or keys are not finite, or so large that their scores are not; the layer's "
-        f"input or the indexer's weights hold NaN or infinity",
-    )

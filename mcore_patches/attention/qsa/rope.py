@@ -1,4 +1,4 @@
-"""Rotary embedding by rows, any token at any place; casts as in megatron's unfused path and in transformers."""
+"""The rotary embedding of tokens and of blocks, from what megatron hands to an attention layer."""
 
 from __future__ import annotations
 
@@ -7,24 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mcore_patches.attention.qsa.layout import TokenLayout
-
-
-class Rotation(NamedTuple):
-    """cos and sin [N, rotary channels] of N tokens."""
-
-    cos: Tensor
-    sin: Tensor
-
-    def apply(self, x: Tensor) -> Tensor:
-        """Rotate the leading channels of x [N, ..., channels] in half-split pairs, in the dtype of x."""
-        width = self.cos.shape[-1]
-        shape = (-1, *[1] * (x.dim() - 2), width)
-        cos, sin = (t.to(x.dtype).view(shape) for t in self)
-        rotated, rest = x[..., :width], x[..., width:]
-        low, high = rotated.chunk(2, dim=-1)
-        rotated = rotated * cos + torch.cat((-high, low), dim=-1) * sin
-        return torch.cat((rotated, rest), dim=-1)
+from mcore_patches.attention.common.layout import TokenLayout
+from mcore_patches.attention.common.rope import Rotation, rotation
 
 
 class Rotations(NamedTuple):
@@ -58,7 +42,7 @@ def rotations(table: Tensor, layout: TokenLayout, concentration: float) -> Rotat
     else:
         angles = table[:, 0, 0].index_select(0, layout.rows.pos.clamp(min=0))
         blocks = table[:, 0, 0].index_select(0, layout.all_rows.pos.index_select(0, first).clamp(min=0))
-    return Rotations(_rotation(angles, concentration), _rotation(blocks, concentration))
+    return Rotations(rotation(angles, concentration), rotation(blocks, concentration))
 
 
 def _check_length(table: Tensor, layout: TokenLayout) -> None:
@@ -71,7 +55,3 @@ def _check_length(table: Tensor, layout: TokenLayout) -> None:
         torch._assert_async(
             (layout.all_rows.pos < rows).all(), f"rotary_pos_emb has {rows} rows, and a document is longer than that"
         )
-
-
-def _rotation(angles: Tensor, concentration: float) -> Rotation:
-    return Rotation(angles.cos() * concentration, angles.sin() * concentration)

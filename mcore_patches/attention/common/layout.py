@@ -93,7 +93,7 @@ def check_causal_mask(mask: Tensor, layout: TokenLayout) -> None:
     """
     seq = layout.tokens.shape[0] // layout.batch
     whole = layout.num_tokens // layout.batch
-    advice = "QSA is causal over whole sequences; pass None, and hand padding and documents over as packed_seq_params"
+    advice = "the layer is causal over whole sequences; pass None, and tell padding and documents by packed_seq_params"
     shapes = [(batch, 1, seq, whole) for batch in dict.fromkeys((1, layout.batch))]
     if mask.dtype != torch.bool or tuple(mask.shape) not in shapes:
         raise ValueError(
@@ -122,10 +122,10 @@ def packed_layout(packed: Any, num_rows: int, ratio: int, cp_group: dist.Process
             device-side assertions.
     """
     if packed.cu_seqlens_q is None:
-        raise ValueError("packed_seq_params.cu_seqlens_q=None: QSA needs the cumulative lengths of the documents")
+        raise ValueError("packed_seq_params.cu_seqlens_q=None: the layer needs the cumulative lengths of the documents")
     if packed.local_cp_size is not None or packed.cp_group is not None:
         raise ValueError(
-            f"packed_seq_params.local_cp_size={packed.local_cp_size}: QSA does not support dynamic context parallelism"
+            f"packed_seq_params.local_cp_size={packed.local_cp_size}: dynamic context parallelism is not supported"
         )
     _check_boundaries(packed, num_rows * cp_group.size())
     return _layout(packed.cu_seqlens_q, packed.cu_seqlens_q_padded, num_rows, 1, True, ratio, cp_group)
@@ -151,7 +151,7 @@ def _check_boundaries(packed: Any, num_tokens: int) -> None:
         if keys.shape != queries.shape:
             raise ValueError(
                 f"packed_seq_params.cu_seqlens_kv{suffix} {tuple(keys.shape)} and cu_seqlens_q{suffix} "
-                f"{tuple(queries.shape)} differ: QSA is self-attention"
+                f"{tuple(queries.shape)} differ: the layer is self-attention"
             )
         torch._assert_async(
             (keys == queries).all(), f"packed_seq_params.cu_seqlens_kv{suffix} must equal cu_seqlens_q{suffix}"
