@@ -9,8 +9,8 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
 
+from mcore_patches.attention.common.layout import check_causal_mask
 from mcore_patches.attention.dsa.absorbed_layout import token_layout
-from mcore_patches.attention.qsa.layout import check_causal_mask
 from mcore_patches.ops.sparse_gqa import sparse_gqa
 
 __all__ = ["LatentAttention"]

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mcore_patches.attention.common.layout import TokenLayout, batch_layout, packed_layout
 from mcore_patches.attention.dsa.adapters import whole_rotary_table
-from mcore_patches.attention.qsa.layout import TokenLayout, batch_layout, packed_layout
 
 __all__ = ["angles_of", "token_layout"]
 
