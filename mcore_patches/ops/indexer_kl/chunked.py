@@ -6,8 +6,10 @@ Z = sum m, A = sum m log m, C = sum m I and E = logsumexp I:
     KL = A / Z - log Z - C / Z + E,    dKL/dI_b = exp(I_b - E) - m_b / Z
 
 Stage 2 has all of a row's selected blocks at hand and reads them once. Stage 1 streams the blocks twice, as the
-gradient needs the finished scalars; neither [Tq, Nb] nor [Tq, Tk] exists. Chunks depend on shapes only, so the ranks of
-a tensor-parallel group issue the same collectives.
+gradient needs the finished scalars; neither [Tq, Nb] nor [Tq, Tk] exists.
+
+The ranks of a tensor-parallel group share the rows of each chunk: a rank sums its heads' mass for all of them, and does
+the student's work for its own (`row_split`). Chunks depend on shapes only, so all ranks issue the same collectives.
 """
 
 from typing import NamedTuple
@@ -19,6 +21,7 @@ from torch import Tensor
 from mcore_patches.ops.arguments import verify_not_nan
 from mcore_patches.ops.indexer_kl.student import Student
 from mcore_patches.ops.indexer_kl.teacher import Teacher
+from mcore_patches.ops.row_split import RowSplit, split_rows
 from mcore_patches.ops.sparse_gqa.chunked import KEY_TILE, finite_lse
 from mcore_patches.ops.workspace import add_rows_, chunks, rows_per_chunk, workspace_bytes
 
@@ -65,11 +68,12 @@ def indexer_kl_chunked(
     counted = row_pos >= 0 if valid is None else (row_pos >= 0) & valid
     with torch.autocast(q.device.type, enabled=False):
         student = Student(q_idx, k_blocks, weights, counted, index_scale, relu, needs_grad)
-        teacher = Teacher(q, k, lse, row_pos, row_start, row_block_start, scale=scale, ratio=ratio, tp_group=tp_group)
+        teacher = Teacher(q, k, lse, row_pos, row_start, row_block_start, scale=scale, ratio=ratio)
         if block_ids is None:
-            divergences = _over_all_blocks(student, teacher, budget)
+            divergences = _over_all_blocks(student, teacher, budget, tp_group)
         else:
-            divergences = _over_selected_blocks(student, teacher, block_ids, budget)
+            divergences = _over_selected_blocks(student, teacher, block_ids, budget, tp_group)
+        student.sum_block_gradients(tp_group)
         if checked:
             verify_not_nan("indexer_kl", divergences.isnan(), "scores of visible blocks, attention scores and lse")
         # In fp64 the sum of a long sequence does not drift.
@@ -113,7 +117,9 @@ class _RowScalars:
         return (student - mass / self.z[:, None]).masked_fill(~live, 0.0)
 
 
-def _over_selected_blocks(student: Student, teacher: Teacher, block_ids: Tensor, budget: int) -> Tensor:
+def _over_selected_blocks(
+    student: Student, teacher: Teacher, block_ids: Tensor, budget: int, tp_group: dist.ProcessGroup | None
+) -> Tensor:
     """Stage 2: KL of each row over the blocks that it names."""
     num_rows, num_selected = block_ids.shape
     width = (num_selected + 1) * teacher.ratio - 1
@@ -121,25 +127,28 @@ def _over_selected_blocks(student: Student, teacher: Teacher, block_ids: Tensor,
     row_bytes += num_selected * (2 * student.channels + 4 * student.heads) * student.dtype.itemsize
     divergences = torch.zeros(num_rows, dtype=student.dtype, device=block_ids.device)
     for rows in chunks(num_rows, rows_per_chunk(row_bytes, budget)):
-        mass, visible, slots = teacher.selected(rows, block_ids[rows])
+        split = split_rows(rows, tp_group)
+        mass, visible, slots = teacher.selected(split, block_ids)
         mass = mass.to(student.dtype)
         slots = torch.where(visible, slots, student.num_blocks)
         keys = student.blocks.index_select(0, slots.flatten()).view(*slots.shape, student.channels)
-        queries, head_weights = student.queries(rows)
+        queries, head_weights = student.queries(split.own)
         activations = torch.bmm(queries, keys.mT)
         logits = student.logits(activations, head_weights)
         scalars = _RowScalars(len(slots), student.dtype, slots.device)
         scalars.add(mass, logits, visible)
-        counted = student.counted[rows]
-        divergences[rows] = scalars.divergences(counted)
+        counted = student.counted[split.own]
+        divergences[split.own] = scalars.divergences(counted)
+        split.share_(divergences[rows])
         if not student.needs_grad:
             continue
         dlogits = scalars.dlogits(mass, logits, visible, counted)
-        student.add_weight_gradients(rows, dlogits, activations)
+        student.add_weight_gradients(split.own, dlogits, activations)
         grads = student.product_gradients(dlogits, activations, head_weights)
-        student.add_query_gradients(rows, torch.bmm(grads, keys))
+        student.add_query_gradients(split.own, torch.bmm(grads, keys))
         if student.block_sums is not None:
             add_rows_(student.block_sums, slots.flatten(), torch.bmm(grads.mT, queries).flatten(0, 1))
+        student.share_gradients(split)
     return divergences
 
 
@@ -153,7 +162,9 @@ class _Tile(NamedTuple):
     keys: Tensor
 
 
-def _over_all_blocks(student: Student, teacher: Teacher, budget: int) -> Tensor:
+def _over_all_blocks(
+    student: Student, teacher: Teacher, budget: int, tp_group: dist.ProcessGroup | None
+) -> Tensor:
     """Stage 1: KL of each row over all its complete blocks."""
     num_rows = len(student.counted)
     tile_blocks = max(1, KEY_TILE // teacher.ratio)
@@ -161,9 +172,9 @@ def _over_all_blocks(student: Student, teacher: Teacher, budget: int) -> Tensor:
     row_bytes += tile_blocks * 4 * student.heads * student.dtype.itemsize
     teacher.prepare_tiles(student.num_blocks, budget)
 
-    def tile_of(rows: slice, blocks: slice, queries: Tensor, head_weights: Tensor | None) -> _Tile:
-        mass, visible = teacher.tile(rows, blocks)
-        # Blocks that no row of the chunk sees may hold anything.
+    def tile_of(split: RowSplit, blocks: slice, queries: Tensor, head_weights: Tensor | None) -> _Tile:
+        mass, visible = teacher.tile(split, blocks)
+        # Blocks that none of the rows sees may hold anything.
         keys = student.blocks[blocks].masked_fill(~visible.any(dim=0)[:, None], 0.0)
         activations = (queries.flatten(0, 1) @ keys.mT).view(*queries.shape[:2], len(keys))
         logits = student.logits(activations, head_weights)
@@ -171,21 +182,24 @@ def _over_all_blocks(student: Student, teacher: Teacher, budget: int) -> Tensor:
 
     divergences = torch.zeros(num_rows, dtype=student.dtype, device=student.counted.device)
     for rows in chunks(num_rows, rows_per_chunk(row_bytes, budget)):
-        queries, head_weights = student.queries(rows)
-        counted = student.counted[rows]
+        split = split_rows(rows, tp_group)
+        queries, head_weights = student.queries(split.own)
+        counted = student.counted[split.own]
         scalars = _RowScalars(len(counted), student.dtype, counted.device)
         for blocks in chunks(student.num_blocks, tile_blocks):
-            tile = tile_of(rows, blocks, queries, head_weights)
+            tile = tile_of(split, blocks, queries, head_weights)
             scalars.add(tile.mass, tile.logits, tile.visible)
-        divergences[rows] = scalars.divergences(counted)
+        divergences[split.own] = scalars.divergences(counted)
+        split.share_(divergences[rows])
         if not student.needs_grad:
             continue
         for blocks in chunks(student.num_blocks, tile_blocks):
-            tile = tile_of(rows, blocks, queries, head_weights)
+            tile = tile_of(split, blocks, queries, head_weights)
             dlogits = scalars.dlogits(tile.mass, tile.logits, tile.visible, counted)
-            student.add_weight_gradients(rows, dlogits, tile.activations)
+            student.add_weight_gradients(split.own, dlogits, tile.activations)
             grads = student.product_gradients(dlogits, tile.activations, head_weights).flatten(0, 1)
-            student.add_query_gradients(rows, (grads @ tile.keys).view_as(queries))
+            student.add_query_gradients(split.own, (grads @ tile.keys).view_as(queries))
             if student.block_sums is not None:
                 student.block_sums[blocks] += grads.mT @ queries.flatten(0, 1)
+        student.share_gradients(split)
     return divergences

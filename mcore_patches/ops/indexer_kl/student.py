@@ -1,9 +1,11 @@
 """The indexer's scores of chunks of rows, and the sums of their gradients."""
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
+from mcore_patches.ops.row_split import RowSplit, sum_over_ranks_
 from mcore_patches.ops.workspace import accumulation_dtype
 
 
@@ -70,6 +72,17 @@ class Student:
     def block_sums(self) -> Tensor | None:
         """Where the blocks' gradients are summed, spare row included; None where nobody wants them."""
         return self._dk
+
+    def share_gradients(self, split: RowSplit) -> None:
+        """Hand the gradients of this rank's rows to the others, and take theirs. A collective."""
+        for grad in (self._dq, self._dw):
+            if grad is not None:
+                split.share_(grad[split.rows])
+
+    def sum_block_gradients(self, group: dist.ProcessGroup | None) -> None:
+        """Add up what the rows of all ranks give to the blocks. A collective."""
+        if self._dk is not None:
+            sum_over_ranks_(self._dk, group)
 
     def divide_gradients(self, number: Tensor) -> None:
         for grad in (self._dq, self._dk, self._dw):
