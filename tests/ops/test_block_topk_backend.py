@@ -7,39 +7,16 @@ import torch
 from torch import Tensor
 
 from mcore_patches.ops.block_topk import resolve_backend, select_blocks, supports, tilelang_backend
-from mcore_patches.ops.block_topk.design import GROUP, INVISIBLE
-from mcore_patches.ops.block_topk.naive import block_scores_naive, select_blocks_naive
+from mcore_patches.ops.block_topk.design import GROUP
+from mcore_patches.ops.block_topk.naive import select_blocks_naive
 from mcore_patches.ops.device import Device
 from mcore_patches.ops.jit import KernelBuildError
 from tests.ops.assertions import assert_identical
+from tests.ops.kernels_in_torch import score
 from tests.ops.qsa_helpers import num_blocks_of, rows_of, strided
 
 HOPPER = Device("sm_90a", 227 * 1024, 132)
 LENGTHS = [13, 50, 333, 3]
-
-
-def score(
-    q: Tensor,
-    k: Tensor,
-    weights: Tensor,
-    first: Tensor,
-    count: Tensor,
-    keys: Tensor,
-    maxima: Tensor,
-    skipped: int,
-    splits: int,
-) -> None:
-    """What the scoring kernel writes, with relu, and with weights if there is one for every row."""
-    assert all(x.is_contiguous() and x.data_ptr() % 16 == 0 for x in (q, k))
-    assert splits >= 1 and skipped >= 0
-    scores = block_scores_naive(q, k, weights=weights if len(weights) == len(q) else None, relu=True)
-    bits = scores.float().view(torch.int32)
-    local = torch.arange(len(k)) - first[:, None]
-    values = torch.where(bits < 0, INVISIBLE - bits, bits).masked_fill(
-        (local < 0) | (local >= count[:, None]), INVISIBLE
-    )
-    keys.view(len(q), -1).fill_(INVISIBLE)[:, : len(k)] = values
-    maxima.view(len(q), -1).copy_(keys.view(len(q), -1, GROUP).amax(dim=2))
 
 
 def select(keys: Tensor, maxima: Tensor, first: Tensor, count: Tensor, ids: Tensor) -> None:

@@ -1,11 +1,8 @@
 import math
-from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -606,45 +603,6 @@ def test_memory_grows_with_tokens_not_with_their_square(stage):
     small, large = peak(2048), peak(4096)
     assert large <= 2.1 * small
     assert large < 4096 * 2048 * 4 / 8
-
-
-def _tensor_parallel_rank(rank: int, world: int, store: str, problems: list, results: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
-    got = []
-    for p, ids, rows, settings in problems:
-        q, k, lse = (
-            None if x is None else x.chunk(world, dim=1)[rank].contiguous() for x in (p.q, p.k, settings.pop("lse"))
-        )
-        got.append(run(p._replace(q=q, k=k), ids, rows, 4, lse=lse, tp_group=dist.group.WORLD, **settings))
-    torch.save(got, f"{results}.{rank}")
-    dist.destroy_process_group()
-
-
-def test_two_ranks_that_share_the_heads_get_the_whole_loss_and_whole_gradients(tmp_path: Path):
-    """Each rank holds half of the query and KV heads."""
-    lengths = [13, 50, 33]
-    rows = rows_of(lengths, 4, padding=2)
-    problems, expected = [], []
-    for stage in (1, 2):
-        for given_lse in (False, True):
-            for backend in ("naive", "chunked"):
-                p = problem(rows, 23, group=3, kv_heads=2)
-                ids = selection(stage, rows)
-                lse = None
-                if given_lse:
-                    lse = sparse_gqa(p.q, p.k, p.k, ids, rows.pos, rows.start, scale=0.7, block_size=4)[1]
-                settings = {"backend": backend, "reduction": "mean", "valid": torch.rand(98) > 0.2}
-                problems.append((p, ids, rows, settings | {"lse": lse}))
-                expected.append(run(p, ids, rows, 4, lse=lse, **(settings | {"backend": "naive"})))
-    store, results = str(tmp_path / "store"), str(tmp_path / "results")
-    mp.spawn(_tensor_parallel_rank, (2, store, problems, results), nprocs=2)
-    ranks = [torch.load(f"{results}.{rank}") for rank in range(2)]
-    assert len(ranks[0]) == len(ranks[1]) == 8
-    for want, first, second in zip(expected, *ranks):
-        assert_same(want, first, 1e-11)
-        for name in first:
-            assert_identical(name, first[name], second[name])
 
 
 @BACKENDS

@@ -177,7 +177,7 @@ class QSASelfAttention(SelfAttention):
                 scale=self.core_attention.scale,
                 ratio=self.indexer.ratio,
                 reduction="sum",
-                tp_group=self.pg_collection.tp if self.pg_collection.tp.size() > 1 else None,
+                tp_group=self.pg_collection.tp,
             )
             track_loss(kl_sum, layout.num_valid, self.config, self.global_layer_number, self.pg_collection.cp)
             loss = training_loss(kl_sum, layout.num_valid, self.config, self.pg_collection.cp.size())
@@ -269,7 +269,7 @@ class QSASelfAttention(SelfAttention):
         return q_idx, k_blocks
 
     def _route(self, q_idx: Tensor, k_blocks: Tensor, layout: TokenLayout) -> Tensor:
-        """Block ids int32 [T, K]: given ones, else selected ones."""
+        """Block ids int32 [T, K]: given ones, else selected ones, which is a collective under tensor parallelism."""
         ids = self.routes.take_given(layout, self.indexer.ratio, self.global_layer_number)
         if ids is None:
             ids = select_blocks(
@@ -279,6 +279,7 @@ class QSASelfAttention(SelfAttention):
                 layout.rows.block_start,
                 ratio=self.indexer.ratio,
                 topk=max(1, min(blocks_per_query(self.config), layout.most_blocks)),
+                tp_group=self.pg_collection.tp,
             )
         self.routes.note(ids, layout)
         return ids

@@ -7,6 +7,7 @@ import warnings
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from mcore_patches.ops.arguments import (
@@ -19,9 +20,10 @@ from mcore_patches.ops.arguments import (
     verify_positions,
 )
 from mcore_patches.ops.backend import kernel_module, resolve
-from mcore_patches.ops.block_topk.chunked import select_blocks_chunked
+from mcore_patches.ops.block_topk.chunked import ROW_TILE, select_blocks_chunked
 from mcore_patches.ops.block_topk.naive import select_blocks_naive
 from mcore_patches.ops.jit import KernelBuildError
+from mcore_patches.ops.row_split import deal_rows
 from mcore_patches.ops.workspace import accumulation_dtype
 
 __all__ = ["resolve_backend", "select_blocks", "supports"]
@@ -43,6 +45,7 @@ def select_blocks(
     weights: Tensor | None = None,
     relu: bool = True,
     index_scale: float | None = None,
+    tp_group: dist.ProcessGroup | None = None,
     backend: str = "auto",
     checked: bool = False,
 ) -> Tensor:
@@ -66,10 +69,13 @@ def select_blocks(
         relu: apply relu to each head's product.
         index_scale: factor on the scores, d ** -0.5 if None. Being positive it moves no block past another and is not
             applied; it is taken so that callers hand all index ops the same arguments.
+        tp_group: ranks that all call with these very arguments. They share the rows in tiles of 128, so that each
+            selects for a part of them, and hand each other the ids: a collective. The result is what one rank alone
+            would return.
         backend: "auto", "naive", "chunked" or "tilelang".
         checked: look at values too, which makes the host wait for the device: rows outside k_blocks and NaN scores
             raise. Without it a NaN ranks by its bits, above +inf or below -inf by its sign; the naive path always
-            raises.
+            raises. Where NaN raises, every rank of `tp_group` looks at all rows, so that all raise.
 
     Returns:
         [Tq, topk] int32 block ids within the document, ascending, -1 at the end. Padding rows hold -1 only.
@@ -78,13 +84,34 @@ def select_blocks(
         TypeError, ValueError: an argument's type, dtype, shape, device or, when checked, value; or the backend.
         KernelBuildError: backend="tilelang", and a kernel does not compile; "auto" warns and takes the chunked path.
     """
-    _check(q_idx, k_blocks, row_pos, row_block_start, ratio, topk, weights, relu, index_scale, checked)
+    _check(q_idx, k_blocks, row_pos, row_block_start, ratio, topk, weights, relu, index_scale, tp_group, checked)
     if checked:
         verify_positions(_OP, row_pos)
         verify_blocks(_OP, row_pos, row_block_start, k_blocks.shape[0], ratio)
+    settings: dict[str, Any] = {"ratio": ratio, "topk": topk, "relu": relu, "backend": backend, "checked": checked}
+    raises_nan = checked or backend == "naive"
+    if tp_group is None or tp_group.size() == 1 or raises_nan or len(q_idx) <= ROW_TILE:
+        return _select(q_idx, k_blocks, row_pos, row_block_start, weights=weights, **settings)
+    dealt = deal_rows(len(q_idx), tp_group, tile=ROW_TILE, device=q_idx.device)
+    queries, pos, block_start = (x.index_select(0, dealt.places) for x in (q_idx, row_pos, row_block_start))
+    if weights is not None:
+        weights = weights.index_select(0, dealt.places)
+    pos = pos.masked_fill(~dealt.real, -1)
+    return dealt.gather(_select(queries, k_blocks, pos, block_start, weights=weights, **settings))
+
+
+def _select(
+    q_idx: Tensor,
+    k_blocks: Tensor,
+    row_pos: Tensor,
+    row_block_start: Tensor,
+    *,
+    backend: str,
+    checked: bool,
+    **settings: Any,
+) -> Tensor:
     tensors = (q_idx, k_blocks, row_pos, row_block_start)
-    settings: dict[str, Any] = {"ratio": ratio, "topk": topk, "weights": weights, "relu": relu}
-    chosen = resolve_backend(*tensors, **settings, index_scale=index_scale, backend=backend)
+    chosen = resolve_backend(*tensors, **settings, backend=backend)
     if chosen == "naive":
         return select_blocks_naive(*tensors, **settings)
     if chosen == "tilelang":
@@ -96,7 +123,7 @@ def select_blocks(
             if backend == "tilelang":
                 raise
             # From now on `supports` gives the same reason.
-            warnings.warn(f"{_OP} takes the chunked path: {error}", RuntimeWarning, stacklevel=2)
+            warnings.warn(f"{_OP} takes the chunked path: {error}", RuntimeWarning, stacklevel=4)
     return select_blocks_chunked(*tensors, **settings, checked=checked)
 
 
@@ -140,6 +167,7 @@ def _check(
     weights: Tensor | None,
     relu: bool,
     index_scale: float | None,
+    tp_group: dist.ProcessGroup | None,
     checked: bool,
 ) -> None:
     check_tensor(_OP, "q_idx", q_idx, "Tq, H, d", FLOATS)
@@ -159,3 +187,5 @@ def _check(
     check_bool(_OP, "checked", checked)
     if index_scale is not None:
         check_scale(_OP, "index_scale", index_scale)
+    if tp_group is not None and not isinstance(tp_group, dist.ProcessGroup):
+        raise TypeError(f"{_OP}: tp_group must be a torch.distributed.ProcessGroup, got {type(tp_group).__name__}")

@@ -162,9 +162,7 @@ class _Tile(NamedTuple):
     keys: Tensor
 
 
-def _over_all_blocks(
-    student: Student, teacher: Teacher, budget: int, tp_group: dist.ProcessGroup | None
-) -> Tensor:
+def _over_all_blocks(student: Student, teacher: Teacher, budget: int, tp_group: dist.ProcessGroup | None) -> Tensor:
     """Stage 1: KL of each row over all its complete blocks."""
     num_rows = len(student.counted)
     tile_blocks = max(1, KEY_TILE // teacher.ratio)

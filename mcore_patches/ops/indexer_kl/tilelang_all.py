@@ -6,7 +6,9 @@ rows             a row's KL and its gradient with respect to the scores
 query_gradient   what flows back to the queries and their weights
 key_gradient     what flows back to the index keys, chunk after chunk
 
-Mass and scores of a chunk of rows are kept, so that the teacher runs once; memory is bounded by the chunk.
+Mass and scores of a chunk of rows are kept, so that the teacher runs once; memory is bounded by the chunk. The ranks of
+a tensor-parallel group run the teacher for all rows of a chunk, each with its own heads, and the others for the rows
+that are theirs.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ from mcore_patches.ops.indexer_kl.design import (
 )
 from mcore_patches.ops.indexer_kl.tilelang_kernels import kernels
 from mcore_patches.ops.indexer_kl.tilelang_selected import Rows, Sums, new_sums
+from mcore_patches.ops.row_split import split_rows, sum_over_ranks_
 from mcore_patches.ops.workspace import chunks
 
 WIDTH = 128  # blocks that rows of scores are padded to
@@ -63,42 +66,50 @@ def over_all_blocks(
     width = -(-num_blocks // WIDTH) * WIDTH
     at_once = rows_of_all_blocks(num_rows, width, shape.masses_of_a_block) if row_chunk is None else row_chunk
     all_mass = new(at_once // TILE_ROWS, width * shape.masses_of_a_block, TILE_ROWS, dtype=torch.float32)
-    all_keys = new(at_once, width, dtype=torch.int32)
-    all_maxima = new(at_once, width // score_design.GROUP, dtype=torch.int32)
-    all_gradients = new(at_once, width, dtype=torch.bfloat16)
+    most = split_rows(slice(0, at_once), tp_group, multiple=QUERY_GRADIENT_ROWS).each
+    all_keys = new(most, width, dtype=torch.int32)
+    all_maxima = new(most, width // score_design.GROUP, dtype=torch.int32)
+    all_gradients = new(most, width, dtype=torch.bfloat16)
     no_weights = new(1, shape.heads, dtype=torch.float32)
     for chunk in chunks(num_rows, at_once):
-        here, number = rows[chunk], chunk.stop - chunk.start
-        weights = no_weights if here.weights is None else here.weights
-        mass, keys = all_mass[: -(-number // TILE_ROWS)], all_keys[:number]
+        here = rows[chunk]
+        mass = all_mass[: -(-len(here.q) // TILE_ROWS)]
         begin, end = seen_by_tiles(here, TILE_ROWS)
         count = (end - begin).clamp_(min=0)
         run["teacher"](
             here.q, k, here.lse, begin, count, first_tokens, mass, scale,
             splits_of_a_tile(len(begin), device.multiprocessors),
         )  # fmt: skip
-        if tp_group is not None:
-            dist.all_reduce(mass, group=tp_group)
-            mass = mass.unflatten(1, (width, shape.ratio)).amax(dim=2)
-        score(
-            here.q_idx,
-            k_blocks,
-            weights,
-            here.first,
-            here.count,
-            keys.view(number, -1, tiles.blocks),
-            all_maxima[:number].view(number, -1, tiles.blocks // score_design.GROUP),
-            0,
-            score_design.splits_of_a_tile(number, tiles, width, device.multiprocessors),
-        )
-        gradients = all_gradients[:number].zero_()
-        run["rows"](
-            mass, keys, begin, count, here.first, here.count, here.weight, sums.kl[chunk], gradients, index_scale
-        )
-        index = here.q_idx, k_blocks, weights, here.count
-        dweights = no_weights if sums.weights is None else sums.weights[chunk]
-        run["query_gradient"](*index, *seen_by_tiles(here, QUERY_GRADIENT_ROWS), gradients, sums.q_idx[chunk], dweights)
-        run["key_gradient"](*index, *seen_by_tiles(here, KEY_GRADIENT_ROWS), gradients, sums.k_blocks)
+        split = split_rows(chunk, tp_group, multiple=QUERY_GRADIENT_ROWS)
+        own_tiles = split_rows(slice(0, len(mass)), tp_group, multiple=QUERY_GRADIENT_ROWS // TILE_ROWS)
+        if shape.ranks:
+            mass = own_tiles.reduce_scatter(mass).unflatten(1, (width, shape.ratio)).amax(dim=2)
+        if len(mass):
+            here, number = rows[split.own], split.own.stop - split.own.start
+            weights = no_weights if here.weights is None else here.weights
+            keys = all_keys[:number]
+            score(
+                here.q_idx,
+                k_blocks,
+                weights,
+                here.first,
+                here.count,
+                keys.view(number, -1, tiles.blocks),
+                all_maxima[:number].view(number, -1, tiles.blocks // score_design.GROUP),
+                0,
+                score_design.splits_of_a_tile(number, tiles, width, device.multiprocessors),
+            )
+            gradients = all_gradients[:number].zero_()
+            run["rows"](
+                mass, keys, begin[own_tiles.own], count[own_tiles.own], here.first, here.count, here.weight,
+                sums.kl[split.own], gradients, index_scale,
+            )  # fmt: skip
+            index = here.q_idx, k_blocks, weights, here.count
+            results = sums.q_idx[split.own], no_weights if sums.weights is None else sums.weights[split.own]
+            run["query_gradient"](*index, *seen_by_tiles(here, QUERY_GRADIENT_ROWS), gradients, *results)
+            run["key_gradient"](*index, *seen_by_tiles(here, KEY_GRADIENT_ROWS), gradients, sums.k_blocks)
+        sums.share_(split)
+    sum_over_ranks_(sums.k_blocks, tp_group)
     return sums
 
 

@@ -156,5 +156,5 @@ def _shape(
         topk=None if block_ids is None else block_ids.shape[1],
         weighted=weights is not None,
         relu=relu,
-        ranks=tp_group is not None,
+        ranks=tp_group is not None and tp_group.size() > 1,
     )

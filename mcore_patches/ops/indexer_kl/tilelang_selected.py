@@ -1,12 +1,13 @@
 """The KL over selected blocks (Stage 2) by chunks of rows: what its kernels hand each other.
 
-union                lists the blocks of every tile of rows
-teacher, gather      the attention's mass on them, for all rows of the tile; a row's own
+union, teacher,      the blocks of every tile of rows; the attention's mass on them, for all rows of the tile; a
+gather               row's own
 mark, rank, locate   number the pairs of rows and blocks by block, then by row
 student              a row's KL, its query's gradient, and what each of its pairs adds to its block's
 blocks               adds that up, pair after pair
 
-Every sum has one order, so repeated calls give the same bits.
+Every sum has one order, so repeated calls give the same bits. The ranks of a tensor-parallel group run the first line
+for all rows of a chunk, each with its own heads, and the others for the rows that are theirs.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from torch import Tensor
 from mcore_patches.ops.device import Device
 from mcore_patches.ops.indexer_kl.design import ROWS_PER_WORD, TEACHER_TOKENS, TILE_ROWS, Shape, rows_at_once
 from mcore_patches.ops.indexer_kl.tilelang_kernels import kernels
+from mcore_patches.ops.row_split import RowSplit, split_rows, sum_over_ranks_
 from mcore_patches.ops.workspace import chunks
 
 new_empty = torch.empty  # a name of its own, for tests that put guards around buffers
@@ -61,6 +63,12 @@ class Sums:
     k_blocks: Tensor
     weights: Tensor | None
 
+    def share_(self, split: RowSplit) -> None:
+        """Hand the other ranks what belongs to rows of this one, and take theirs. A collective."""
+        for x in (self.kl, self.q_idx, self.weights):
+            if x is not None:
+                split.share_(x[split.rows])
+
 
 def over_selected_blocks(
     device: Device,
@@ -81,30 +89,36 @@ def over_selected_blocks(
     new = functools.partial(new_empty, device=k.device)
     sums = new_sums(rows, k_blocks, new)
     at_once = rows_at_once(num_rows, topk, num_blocks, shape.masses_of_a_block) if row_chunk is None else row_chunk
-    teacher = _Teacher(run, shape, at_once, topk, tp_group, new)
-    pairs = _Pairs(run, at_once, topk, num_blocks, new)
+    teacher = _Teacher(run, shape, at_once, topk, new)
+    most = split_rows(slice(0, at_once), tp_group, multiple=ROWS_PER_WORD).each
+    pairs = _Pairs(run, most, topk, num_blocks, new)
     # A kernel that leaves an argument alone wants one with an address all the same.
     no_weights = new(1, shape.heads, dtype=torch.float32)
     for chunk in chunks(num_rows, at_once):
-        here = rows[chunk]
-        weights = no_weights if here.weights is None else here.weights
-        blocks, mass = teacher(here, k, scale)
-        numbers = pairs.number(blocks)
-        run["student"](
-            here.q_idx,
-            k_blocks,
-            weights,
-            here.weight,
-            blocks,
-            mass,
-            numbers,
-            sums.kl[chunk],
-            sums.q_idx[chunk],
-            no_weights if sums.weights is None else sums.weights[chunk],
-            *pairs.contributions,
-            index_scale,
-        )
-        run["blocks"](here.q_idx, weights, pairs.of_block, pairs.ends, *pairs.contributions, sums.k_blocks)
+        split = split_rows(chunk, tp_group, multiple=ROWS_PER_WORD)
+        blocks, mass = teacher(rows[chunk], k, scale, split)
+        if len(blocks):
+            own = split.own
+            here = rows[own]
+            weights = no_weights if here.weights is None else here.weights
+            numbers = pairs.number(blocks)
+            run["student"](
+                here.q_idx,
+                k_blocks,
+                weights,
+                here.weight,
+                blocks,
+                mass,
+                numbers,
+                sums.kl[own],
+                sums.q_idx[own],
+                no_weights if sums.weights is None else sums.weights[own],
+                *pairs.contributions,
+                index_scale,
+            )
+            run["blocks"](here.q_idx, weights, pairs.of_block, pairs.ends, *pairs.contributions, sums.k_blocks)
+        sums.share_(split)
+    sum_over_ranks_(sums.k_blocks, tp_group)
     return sums
 
 
@@ -129,10 +143,9 @@ class _Teacher:
         shape: Shape,
         rows: int,
         topk: int,
-        tp_group: dist.ProcessGroup | None,
         new: Callable[..., Tensor],
     ) -> None:
-        self._run, self._tp_group = run, tp_group
+        self._run, self._per_token = run, shape.ranks
         self._masses = shape.masses_of_a_block
         tiles, step = rows // TILE_ROWS, TEACHER_TOKENS // shape.ratio
         padded = -(-TILE_ROWS * topk // step) * step * self._masses
@@ -143,8 +156,8 @@ class _Teacher:
         self._of_rows = new(rows, topk * self._masses, dtype=torch.float32)
         self._places, self._blocks = (new(rows, topk, dtype=torch.int32) for _ in range(2))
 
-    def __call__(self, rows: Rows, k: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        """Number [R, K] of each id's block, -1 for none, and its mass [R, K]."""
+    def __call__(self, rows: Rows, k: Tensor, scale: float, split: RowSplit) -> tuple[Tensor, Tensor]:
+        """Number [R, K] of each id's block, -1 for none, and its mass [R, K], for this rank's rows. A collective."""
         number = len(rows.q)
         tiles = slice(0, -(-number // TILE_ROWS))
         count, tokens, of_tiles = self._count[tiles], self._tokens[tiles], self._of_tiles[tiles]
@@ -152,10 +165,11 @@ class _Teacher:
         self._run["union"](rows.block_ids, rows.first, rows.count, rows.start, count, tokens, places, blocks)
         self._run["teacher"](rows.q, k, rows.lse, self._begin[tiles], count, tokens.view(-1), of_tiles, scale, 1)
         self._run["gather"](of_tiles, places, mass)
-        if self._tp_group is None:
+        if not self._per_token:
             return blocks, mass
-        dist.all_reduce(mass, group=self._tp_group)
-        return blocks, mass.view(number, -1, self._masses).amax(dim=2)
+        mass = split.reduce_scatter(mass)
+        own = blocks[split.own.start - split.rows.start :][: len(mass)]
+        return own, mass.unflatten(1, (-1, self._masses)).amax(dim=2)
 
 
 class _Pairs:
