@@ -40,6 +40,8 @@ from mcore_patches.cpu.data import Batch, packed_batch, random_batch
 from mcore_patches.cpu.models import CpuBackend, block_spec, build_gpt, gpt_config, gqa_attention_spec
 from mcore_patches.cpu.parameters import full_gradients, full_parameters, seed_parameters
 from mcore_patches.cpu.training import schedule_step, wrap_with_ddp
+from mcore_patches.ops import block_topk
+from mcore_patches.ops.row_split import deal_rows
 from tests.attention.tiny import FULL, PACKED, RECOMPUTE, qsa_config, qsa_spec, relative_error
 
 TOLERANCE = 1e-5
@@ -594,6 +596,7 @@ def two_processes(full: bool) -> Iterator[tuple[str, Any]]:
         if full:
             yield from pipelines()
             yield from routes_across_ranks()
+            yield from shared_selection()
             yield from attached_input(layouts)
             yield from masks_across_ranks()
 
@@ -668,6 +671,34 @@ def routes_across_ranks() -> Iterator[tuple[str, Any]]:
     assert abs(elsewhere.loss - expected.loss) > 1e-4 * expected.loss, "the given routes changed nothing"
     _, got = run({"cp": 2}, other)
     yield "CP2, given routes", assert_equal(elsewhere, got)
+
+
+def shared_selection() -> Iterator[tuple[str, float]]:
+    """Two tensor-parallel ranks select for a part of the rows each, once, and attend what one alone would."""
+    batch = [packed_batch([150, 7, 131], multiple=2)]
+    shared: list[int] = []
+
+    def deal(number: int, *args: Any, **kwargs: Any) -> Any:
+        shared.append(number)
+        return deal_rows(number, *args, **kwargs)
+
+    def run(fields: dict[str, Any], layout: dict[str, Any]) -> tuple[dict[int, list[Tensor]], Outcome]:
+        with parallel.model_parallel(tp=layout.get("tp", 1)):
+            chunks = build(fields, layout)
+            with record_routes(chunks) as recorded:
+                return recorded, step(chunks, batch)
+
+    routes, expected = run({}, {})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(block_topk, "deal_rows", deal)
+        for recompute, fields in RECOMPUTE.items():
+            shared.clear()
+            again, got = run(fields, {"tp": 2, "sp": True})
+            assert shared == [290] * len(routes), "once for every layer, and not in the recomputation"
+            assert again.keys() == routes.keys()
+            for layer, passes in routes.items():
+                assert torch.equal(torch.stack(passes), torch.stack(again[layer])), (recompute, layer)
+            yield f"TP2-SP, shared selection, {recompute}", assert_equal(expected, got)
 
 
 def _mirrored(ids: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from mcore_patches.ops.block_topk import resolve_backend, select_blocks, support
 from mcore_patches.ops.block_topk.design import GROUP
 from mcore_patches.ops.block_topk.naive import select_blocks_naive
 from mcore_patches.ops.device import Device
-from mcore_patches.ops.jit import KernelBuildError
+from mcore_patches.ops.jit import KernelBuildError, KernelCache
 from tests.ops.assertions import assert_identical
 from tests.ops.kernels_in_torch import score
 from tests.ops.qsa_helpers import num_blocks_of, rows_of, strided
@@ -120,3 +120,30 @@ def test_a_failure_to_compile_is_the_reason_from_then_on(on_cpu: list[Any], monk
     failed = {"block_topk.select": "block_topk.select does not compile: out of registers"}
     monkeypatch.setattr(tilelang_backend.CACHE, "failure_of", lambda name, *_: failed.get(name))
     assert supports(*tensors, ratio=4, topk=5) == (False, failed["block_topk.select"])
+
+
+def test_warmup_builds_what_a_call_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = KernelCache()
+    built: list[Any] = []
+
+    def compile_kernel(key: Any, function: Any, *, arch: str, pass_configs: Any) -> Any:
+        built.append((key[0], arch))
+        return lambda *_: None
+
+    monkeypatch.setattr(tilelang_backend, "CACHE", cache)
+    monkeypatch.setattr(tilelang_backend, "compile_kernel", compile_kernel)
+    monkeypatch.setattr(tilelang_backend, "KERNELS_DEVICE", "cpu")
+    monkeypatch.setattr(tilelang_backend, "device_of", lambda _: HOPPER)
+    tilelang_backend._kernels.cache_clear()
+    try:
+        assert tilelang_backend.warmup(3, 64, topk=5) > 0
+        assert sorted(built) == [("block_topk.score", "sm_90a"), ("block_topk.select", "sm_90a")]
+        assert tilelang_backend.warmup(3, 64, topk=500) == 0.0
+        select_blocks(*arguments(4), ratio=4, topk=5, backend="tilelang")
+        assert cache.builds == 2
+        assert tilelang_backend.warmup(3, 64, topk=5, weighted=True) > 0
+        assert cache.builds == 3
+    finally:
+        tilelang_backend._kernels.cache_clear()
+    with pytest.raises(ValueError, match="select_blocks: q_idx must have 64, 128, 256 channels, got 48"):
+        tilelang_backend.warmup(3, 48, topk=5)

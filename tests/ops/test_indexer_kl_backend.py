@@ -1,15 +1,17 @@
 """The TileLang backend of indexer_kl where no GPU is: what it declines, and what happens if a kernel does not build."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
+from mcore_patches.ops.block_topk import tilelang_backend as selection
 from mcore_patches.ops.device import Device
-from mcore_patches.ops.indexer_kl import indexer_kl, resolve_backend, supports, tilelang_backend
+from mcore_patches.ops.indexer_kl import indexer_kl, resolve_backend, supports, tilelang_backend, tilelang_kernels
 from mcore_patches.ops.indexer_kl.tilelang_all import seen_by_tiles
 from mcore_patches.ops.indexer_kl.tilelang_selected import Rows
-from mcore_patches.ops.jit import KernelBuildError
+from mcore_patches.ops.jit import KernelBuildError, KernelCache
 from mcore_patches.ops.packing import complete_blocks
 from tests.ops.assertions import assert_close
 from tests.ops.qsa_helpers import num_blocks_of, random_block_ids, rows_of
@@ -25,6 +27,19 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """The backend takes CPU tensors for those of a Hopper GPU."""
     monkeypatch.setattr(tilelang_backend, "KERNELS_DEVICE", "cpu")
     monkeypatch.setattr(tilelang_backend, "device_of", lambda _: HOPPER)
+
+
+@pytest.fixture
+def unbuilt(on_cpu: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[KernelCache]:
+    """Kernels are not compiled, and do nothing. Yields their cache."""
+    cache = KernelCache()
+    for module in (tilelang_backend, tilelang_kernels, selection):
+        monkeypatch.setattr(module, "CACHE", cache)
+    monkeypatch.setattr(tilelang_kernels, "_build", lambda *_: lambda *_: None)
+    monkeypatch.setattr(selection, "compile_kernel", lambda *_, **__: lambda *_: None)
+    tilelang_kernels.kernels.cache_clear()
+    yield cache
+    tilelang_kernels.kernels.cache_clear()
 
 
 def arguments(**changes: Any) -> tuple[Any, ...]:
@@ -94,6 +109,38 @@ def test_a_kernel_that_does_not_compile(monkeypatch: pytest.MonkeyPatch) -> None
         loss = indexer_kl(*given, **SETTINGS)
     assert_close("loss", indexer_kl(*given, **SETTINGS, backend="chunked"), loss, 1e-6)
     assert torch.autograd.grad(loss, given[0])[0].shape == given[0].shape
+
+
+@pytest.mark.parametrize("everywhere", [False, True], ids=["selected", "all"])
+def test_warmup_builds_what_a_call_takes(unbuilt: KernelCache, everywhere: bool) -> None:
+    shape: dict[str, Any] = {"heads": 2, "channels": 64, "q_heads": 4, "kv_heads": 2, "dim": 64, "ratio": RATIO}
+    columns = None if everywhere else 6
+    assert tilelang_backend.warmup(**shape, topk=columns) > 0
+    built = unbuilt.builds
+    assert built == (5 if everywhere else 8)
+    assert tilelang_backend.warmup(**shape, topk=columns and 500) == 0.0
+    given = arguments(block_ids=None) if everywhere else arguments()
+    indexer_kl(*given, **SETTINGS, backend="tilelang")
+    assert unbuilt.builds == built
+    # The kernel of the teacher alone writes one mass a token, but a shape is a key.
+    assert tilelang_backend.warmup(**shape, topk=columns, ranks=True) > 0
+    with pytest.raises(ValueError, match="indexer_kl: ratio must be one of 1, 2, 4, 8, 16, got 3"):
+        tilelang_backend.warmup(**(shape | {"ratio": 3}), topk=columns)
+
+
+def test_a_scoring_kernel_that_does_not_compile_is_the_reason_from_then_on(
+    unbuilt: KernelCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def compile_kernel(*_: Any, **__: Any) -> None:
+        raise RuntimeError("ptxas fatal: out of registers")
+
+    monkeypatch.setattr(selection, "compile_kernel", compile_kernel)
+    given = arguments(block_ids=None)
+    with pytest.warns(RuntimeWarning, match=r"takes the chunked path: block_topk\.score.*out of registers"):
+        indexer_kl(*given, **SETTINGS)
+    supported, reason = supports(*given, **SETTINGS)
+    assert not supported and "out of registers" in reason
+    assert supports(*arguments(), **SETTINGS)[0]
 
 
 @pytest.mark.parametrize("size", [8, 64, 128])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
@@ -109,9 +110,44 @@ def select_kernel(arch: str, capacity: int) -> Any:
 @functools.cache
 def _kernels(*scoring: Any, capacity: int) -> tuple[Any, Any]:
     """Both kernels, built side by side; `scoring` as in `score_kernel`."""
-    builds = functools.partial(score_kernel, *scoring), functools.partial(select_kernel, scoring[0], capacity)
+    builds = _builds(*scoring, capacity=capacity)
     build_together(builds)
     return builds[0](), builds[1]()
+
+
+def _builds(*scoring: Any, capacity: int) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    return functools.partial(score_kernel, *scoring), functools.partial(select_kernel, scoring[0], capacity)
+
+
+def warmup(
+    heads: int,
+    channels: int,
+    *,
+    topk: int,
+    weighted: bool = False,
+    relu: bool = True,
+    device: torch.device | str = "cuda",
+    dtype: torch.dtype = torch.bfloat16,
+) -> float:
+    """Build both kernels of a shape side by side; seconds it took, 0 if both were built. The first call does the same.
+
+    Of several processes on one host one compiles and the others load.
+
+    Args:
+        heads, channels, dtype: of q_idx. weighted: whether there are weights.
+
+    Raises:
+        ValueError: there are no kernels for the shape or the device; the text says why.
+        KernelBuildError: one of them does not compile.
+    """
+    described = device_of(torch.device(device))
+    tiles = score_tiles(described.arch, described.shared_bytes, dtype, heads, channels, topk)
+    if isinstance(tiles, str):
+        raise ValueError(f"select_blocks: {tiles}")
+    before = CACHE.builds
+    scoring = described.arch, dtype, heads, channels, tiles, weighted, relu
+    seconds = build_together(_builds(*scoring, capacity=topk_capacity(topk)))
+    return seconds if CACHE.builds > before else 0.0
 
 
 @torch.compiler.disable

@@ -14,6 +14,7 @@ that are theirs.
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -56,11 +57,7 @@ def over_all_blocks(
     128, or as many as memory allows."""
     num_rows, num_blocks = len(rows.q), len(k_blocks)
     run = kernels(device, shape)
-    tiles = score_design.score_tiles(
-        device.arch, device.shared_bytes, rows.q_idx.dtype, shape.heads, shape.channels, topk=1
-    )
-    assert isinstance(tiles, score_design.ScoreTiles)
-    score = score_kernel(device.arch, rows.q_idx.dtype, shape.heads, shape.channels, tiles, shape.weighted, shape.relu)
+    tiles, score = scoring(device, shape)
     new = functools.partial(tilelang_selected.new_empty, device=k.device)
     sums = new_sums(rows, k_blocks, new)
     width = -(-num_blocks // WIDTH) * WIDTH
@@ -111,6 +108,20 @@ def over_all_blocks(
         sums.share_(split)
     sum_over_ranks_(sums.k_blocks, tp_group)
     return sums
+
+
+def scoring(device: Device, shape: Shape) -> tuple[score_design.ScoreTiles, Any]:
+    """Tiles of the scoring kernel, and the kernel, built on the first call.
+
+    Raises:
+        KernelBuildError: it does not compile.
+    """
+    tiles = score_design.score_tiles(
+        device.arch, device.shared_bytes, torch.bfloat16, shape.heads, shape.channels, topk=1
+    )
+    assert isinstance(tiles, score_design.ScoreTiles)
+    arguments = device.arch, torch.bfloat16, shape.heads, shape.channels
+    return tiles, score_kernel(*arguments, tiles, shape.weighted, shape.relu)
 
 
 def seen_by_tiles(rows: Rows, size: int) -> tuple[Tensor, Tensor]:

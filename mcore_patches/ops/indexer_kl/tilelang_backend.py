@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,10 +14,10 @@ from mcore_patches.ops.arguments import verify_not_nan
 from mcore_patches.ops.device import Device, device_of
 from mcore_patches.ops.indexer_kl.chunked import LossAndGradients
 from mcore_patches.ops.indexer_kl.design import UNION_WORDS, Shape, shape_of
-from mcore_patches.ops.indexer_kl.tilelang_all import over_all_blocks
-from mcore_patches.ops.indexer_kl.tilelang_kernels import failure
+from mcore_patches.ops.indexer_kl.tilelang_all import over_all_blocks, scoring
+from mcore_patches.ops.indexer_kl.tilelang_kernels import failure, named_builds
 from mcore_patches.ops.indexer_kl.tilelang_selected import Rows, over_selected_blocks
-from mcore_patches.ops.jit import import_fault
+from mcore_patches.ops.jit import CACHE, build_together, import_fault
 from mcore_patches.ops.packing import complete_blocks, first_tokens_of_visible_blocks
 from mcore_patches.ops.workspace import readable
 
@@ -129,6 +131,62 @@ def indexer_kl_tilelang(
     loss = sums.kl.sum(dtype=torch.float64)
     grads = (grad if need else None for grad, need in zip((sums.q_idx, sums.k_blocks, sums.weights), needs_grad))
     return LossAndGradients((loss if number is None else loss / number).float(), *grads)
+
+
+def warmup(
+    heads: int,
+    channels: int,
+    q_heads: int,
+    kv_heads: int,
+    dim: int,
+    *,
+    ratio: int,
+    topk: int | None,
+    weighted: bool = False,
+    relu: bool = True,
+    ranks: bool = False,
+    device: torch.device | str = "cuda",
+    index_dtype: torch.dtype = torch.bfloat16,
+    dtype: torch.dtype = torch.bfloat16,
+) -> float:
+    """Build all kernels of a shape side by side; seconds it took, 0 if all were built. The first call does the same.
+
+    Of several processes on one host one compiles and the others load.
+
+    Args:
+        heads, channels, index_dtype: of q_idx. q_heads, dim, dtype: of this rank's q, kv_heads of its k.
+        topk: columns of block_ids, None for all blocks.
+        weighted: whether there are weights. ranks: whether there is a tp_group of several ranks.
+
+    Raises:
+        ValueError: there are no kernels for the shape or the device; the text says why.
+        KernelBuildError: one of them does not compile.
+    """
+    described = device_of(torch.device(device))
+    shape = shape_of(
+        described.arch,
+        described.shared_bytes,
+        index_dtype,
+        dtype,
+        heads=heads,
+        channels=channels,
+        q_heads=q_heads,
+        kv_heads=kv_heads,
+        dim=dim,
+        ratio=ratio,
+        topk=topk,
+        weighted=weighted,
+        relu=relu,
+        ranks=ranks,
+    )
+    if isinstance(shape, str):
+        raise ValueError(f"indexer_kl: {shape}")
+    before = CACHE.builds
+    builds: list[Callable[[], Any]] = list(named_builds(described, shape).values())
+    if topk is None:
+        builds.append(functools.partial(scoring, described, shape))
+    seconds = build_together(builds)
+    return seconds if CACHE.builds > before else 0.0
 
 
 def _shape(

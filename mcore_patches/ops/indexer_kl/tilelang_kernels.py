@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
+
+import torch
 
 from mcore_patches.ops.device import Device
 from mcore_patches.ops.indexer_kl.design import Shape, gradient_tiles, student_blocks_per_sm, teacher_slots
@@ -65,17 +67,25 @@ def kernels(device: Device, shape: Shape) -> Mapping[str, Any]:
     Raises:
         KernelBuildError: one of them does not compile.
     """
-    builds = {
-        name: functools.partial(_get, (OP, device.arch, shape, name), *specification)
-        for name, specification in specifications(shape, device.shared_bytes).items()
-    }
+    builds = named_builds(device, shape)
     build_together(list(builds.values()))
     return {name: build() for name, build in builds.items()}
 
 
+def named_builds(device: Device, shape: Shape) -> dict[str, Callable[[], Any]]:
+    """What builds each kernel, by its name."""
+    return {
+        name: functools.partial(_get, (OP, device.arch, shape, name), *specification)
+        for name, specification in specifications(shape, device.shared_bytes).items()
+    }
+
+
 def failure(device: Device, shape: Shape) -> str:
     """Why a kernel of the shape did not compile, or nothing."""
-    return CACHE.failure_of(OP, device.arch, shape) or ""
+    fault = CACHE.failure_of(OP, device.arch, shape)
+    if fault is None and not shape.capacity:
+        fault = CACHE.failure_of("block_topk.score", device.arch, shape.heads, shape.channels, torch.bfloat16)
+    return fault or ""
 
 
 def _get(key: tuple[Any, ...], module: str, builder: str, arguments: dict[str, Any]) -> Any:
