@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from gpu_ci.thread_ranks import run_ranks
 from mcore_patches.ops.block_topk import select_blocks, supports
 from mcore_patches.ops.block_topk.naive import block_scores_naive, select_blocks_naive
-from mcore_patches.ops.block_topk.tilelang_backend import select_blocks_tilelang
+from mcore_patches.ops.block_topk.tilelang_backend import select_blocks_tilelang, warmup
 from mcore_patches.ops.jit import CACHE
 from mcore_patches.ops.packing import PackedRows, complete_blocks, packed_rows
 
@@ -131,6 +133,28 @@ def test_chunks_of_rows_do_not_matter(whole: bool) -> None:
     want = select_blocks_tilelang(*arguments, **settings)
     for row_chunk in (128, 384, 2048):
         assert torch.equal(want, select_blocks_tilelang(*arguments, **settings, row_chunk=row_chunk))
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["ties", "random"])
+def test_ranks_that_share_the_rows_select_what_one_does(whole: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments, settings = Case(scoring="linear-weights", lengths=(1700, 3, 333)).inputs(whole=whole)
+    want = select_blocks(*arguments, **settings, backend="tilelang")
+    for ranks in (2, 3):
+
+        def work(group: dist.ProcessGroup) -> Tensor:
+            return select_blocks(*arguments, **settings, tp_group=group, backend="tilelang")
+
+        for got in run_ranks(ranks, work, monkeypatch):
+            assert torch.equal(want, got)
+
+
+def test_warmup_builds_what_a_call_takes() -> None:
+    warmup(5, 64, topk=16)
+    builds = CACHE.builds
+    arguments, settings = Case(heads=5, channels=64).inputs(whole=True)
+    select_blocks(*arguments, **settings, backend="tilelang")
+    assert CACHE.builds == builds
+    assert warmup(5, 64, topk=16) == 0.0
 
 
 def test_all_scores_equal_takes_the_first_blocks() -> None:

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import itertools
-import threading
 from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from gpu_ci.thread_ranks import run_ranks
 from mcore_patches.ops.indexer_kl import indexer_kl, supports
 from mcore_patches.ops.indexer_kl.chunked import indexer_kl_chunked
 from mcore_patches.ops.indexer_kl.naive import indexer_kl_naive
-from mcore_patches.ops.indexer_kl.tilelang_backend import indexer_kl_tilelang
+from mcore_patches.ops.indexer_kl.tilelang_backend import indexer_kl_tilelang, warmup
 from mcore_patches.ops.jit import CACHE
 from mcore_patches.ops.packing import PackedRows, complete_blocks, packed_rows
 from mcore_patches.ops.sparse_gqa import sparse_gqa
@@ -228,39 +229,40 @@ def test_chunks_of_rows_do_not_matter_to_the_loss(everywhere: bool) -> None:
 
 
 @EITHER
-def test_ranks_with_half_of_the_heads_each_equal_one_with_all(
-    everywhere: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_ranks_that_share_heads_and_rows_equal_one(
+    ranks: int, everywhere: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two threads as ranks, which meet in the all-reduce; their kernels follow each other in one stream."""
-    case = Case(topk=64, lengths=(500, 41), q_heads=16, kv_heads=4, dim=64, everywhere=everywhere)
+    """Chunks of all rows, which three ranks share unevenly, and of so few that two of three have none."""
+    case = Case(
+        topk=64, lengths=(500, 41), q_heads=24, kv_heads=6, dim=64, scoring="relu-weights", everywhere=everywhere
+    )
     inputs = Inputs.random(case)
-    contributions: list[Any] = [None, None]
-    meeting = threading.Barrier(2, timeout=120)
-    results: list[Any] = [None, None]
+    arguments = inputs.arguments
+    for row_chunk in (None, 128):
 
-    def all_reduce(tensor: Tensor, group: int) -> None:
-        contributions[group] = tensor
-        meeting.wait()
-        total = contributions[0] + contributions[1]
-        meeting.wait()
-        tensor.copy_(total)
+        def work(group: dist.ProcessGroup, row_chunk: int | None = row_chunk) -> tuple[Tensor, ...]:
+            heads = [x.chunk(ranks, dim=1)[group.rank()] for x in arguments[2:5]]
+            mine = (*arguments[:2], *heads, *arguments[5:])
+            return indexer_kl_tilelang(*mine, **inputs.settings, tp_group=group, row_chunk=row_chunk)
 
-    monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
+        first, *others = run_ranks(ranks, work, monkeypatch)
+        check(inputs.reference(), first, case)
+        for other in others:
+            for a, b in zip(first, other):
+                assert torch.equal(a, b)
 
-    def rank(number: int) -> None:
-        heads = [x.chunk(2, dim=1)[number] for x in (inputs.q, inputs.k, inputs.lse)]
-        arguments = (*inputs.arguments[:2], *heads, *inputs.arguments[5:])
-        results[number] = indexer_kl_tilelang(*arguments, **inputs.settings, tp_group=number)
 
-    threads = [threading.Thread(target=rank, args=(number,)) for number in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for a, b in zip(*results):
-        assert a is b or torch.equal(a, b)
-    loss, dq, dk, _ = results[0]
-    check(inputs.reference(), (loss, dq, dk), case)
+@EITHER
+def test_warmup_builds_what_a_call_takes(everywhere: bool) -> None:
+    case = Case(topk=20, heads=2, channels=64, q_heads=6, kv_heads=3, dim=64, ratio=8, everywhere=everywhere)
+    columns = None if everywhere else case.topk
+    shape = {"q_heads": 6, "kv_heads": 3, "dim": 64, "ratio": 8, "topk": columns}
+    warmup(2, 64, **shape)
+    builds = CACHE.builds
+    Inputs.random(case).run()
+    assert CACHE.builds == builds
+    assert warmup(2, 64, **shape) == 0.0
 
 
 def test_order_of_ids_does_not_matter() -> None:
