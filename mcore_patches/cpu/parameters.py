@@ -102,8 +102,11 @@ def _full(model: Chunks, tensor_of: Callable[[torch.nn.Parameter], torch.Tensor 
     if parallel_state.get_pipeline_model_parallel_world_size() == 1:
         return stage
     stages: list[dict[str, torch.Tensor]] = [{}] * parallel_state.get_pipeline_model_parallel_world_size()
-    dist.all_gather_object(stages, stage, group=parallel_state.get_pipeline_model_parallel_group())
-    return {name: tensor for part in stages for name, tensor in part.items()}
+    # A pickled CUDA tensor comes back on the sender's device.
+    sent = {name: tensor.cpu() for name, tensor in stage.items()}
+    dist.all_gather_object(stages, sent, group=parallel_state.get_pipeline_model_parallel_group())
+    device = next(iter(stage.values())).device
+    return {name: tensor.to(device) for part in stages for name, tensor in part.items()}
 
 
 def _tensor_parallel() -> tuple[int, int]:

@@ -68,16 +68,29 @@ def wrap_with_ddp(chunks: torch.nn.Module | Sequence[torch.nn.Module]) -> list[D
     return [DistributedDataParallel(config, ddp_config, chunk) for chunk in chunks]
 
 
-def build_optimizer(chunks: Sequence[DistributedDataParallel], lr: float = 1e-3) -> MegatronOptimizer:
-    """Megatron's Adam for wrapped fp32 chunks, without gradient clipping.
+def build_optimizer(
+    chunks: Sequence[DistributedDataParallel], lr: float = 1e-3, *, clip_grad: float = 0.0
+) -> MegatronOptimizer:
+    """Megatron's Adam for wrapped chunks; of bf16 parameters it keeps fp32 copies.
+
+    Args:
+        clip_grad: largest norm of all gradients together, 0 for any. Megatron clips on CUDA only.
 
     Raises:
-        ValueError: the model is bf16; megatron's mixed-precision optimizer runs on CUDA only.
+        ValueError: a bf16 model on the CPU, where megatron's mixed-precision optimizer does not run.
     """
-    if get_model_config(chunks[0]).bf16:
+    bf16 = get_model_config(chunks[0]).bf16
+    if bf16 and not next(chunks[0].parameters()).is_cuda:
         raise ValueError("bf16 model: megatron's mixed-precision optimizer runs on CUDA only, use an fp32 model")
-    # Clipping and the distributed optimizer run on CUDA only.
-    config = OptimizerConfig(optimizer="adam", lr=lr, min_lr=lr, weight_decay=0.0, clip_grad=0.0)
+    config = OptimizerConfig(
+        optimizer="adam",
+        lr=lr,
+        min_lr=lr,
+        weight_decay=0.0,
+        clip_grad=clip_grad,
+        bf16=bf16,
+        params_dtype=torch.bfloat16 if bf16 else torch.float32,
+    )
     return get_megatron_optimizer(config, list(chunks))
 
 
@@ -163,6 +176,6 @@ def _loss(loss_mask: torch.Tensor, loss_form: LossForm, losses: torch.Tensor) ->
 
 def _mean_loss(reports: list[torch.Tensor]) -> float:
     # Only last stages report; every tensor-parallel rank of one reports the same, which the division cancels.
-    sums = torch.stack(reports).sum(0) if reports else torch.zeros(2)
+    sums = torch.stack(reports).sum(0) if reports else torch.zeros(2, device=torch.cuda.current_device())
     dist.all_reduce(sums)
     return (sums[0] / sums[1]).item()

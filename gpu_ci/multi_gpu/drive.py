@@ -1,0 +1,161 @@
+"""Runs everything of `plan.py` on the GPUs of this host and prints a line a case; exit status 1 if one failed.
+
+    python -m gpu_ci.multi_gpu.drive [--gpus N] [--only REGEX] [--steps 20] [--seconds 540] [--out FOLDER] [--save]
+
+Each job is a set of processes of its own, started by `mcore_patches.cpu.launch`, which ends all ranks when one fails or
+time runs out; the cases that it did not come to are started again without the one that failed. `--device cpu` runs the
+same with smaller models on gloo. Kernels are built into an empty folder unless `--cache` names one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from gpu_ci.multi_gpu import report
+from gpu_ci.multi_gpu.plan import Job, jobs
+from mcore_patches.cpu.launch import LaunchError, run
+
+WORKER = "gpu_ci.multi_gpu.worker:work"
+TOKENS = {"cuda": 32768, "cpu": 64}
+# One program that uses NVLink multicast wrongly can take the GPUs of a host out of service.
+WITHOUT_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
+ENVIRONMENT = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "MCORE_PATCHES_ON_DECLINE": "raise"}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = _options(argv)
+    gpus = options.gpus or _visible_gpus(options.device)
+    deadline = time.monotonic() + options.seconds
+    records: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory(prefix="multi-gpu-") as scratch:
+        environment = environment_of(options.device, gpus, options.cache or str(Path(scratch) / "kernels"))
+        for job in chosen(jobs(gpus), options.only, options.device):
+            for record in run_job(job, Path(scratch), environment, options, deadline):
+                print(report.line(record), flush=True)
+                records.append(record)
+    failed = [record["name"] for record in records if record["faults"]]
+    print(f"{len(records) - len(failed)} passed, {len(failed)} failed on {gpus} x {report.device_name(options.device)}")
+    if options.out:
+        write(Path(options.out), records)
+    if options.save:
+        from gpu_ci.bench import results
+
+        results.save(report.rows(records, gpus))
+    return 1 if failed or not records else 0
+
+
+def chosen(planned: list[Job], only: str, device: str) -> list[Job]:
+    """The jobs with those of their cases that match `only`; the cases on one rank that those are compared with stay."""
+    pattern = re.compile(only)
+    kept = []
+    for job in planned:
+        if device == "cpu" and job.kind == "warmup":
+            continue
+        names = dict(zip(job.case_names(), job.cases or [None] * len(job.case_names())))
+        if job.kind != "train":
+            if any(pattern.search(name) for name in names):
+                kept.append(job)
+            continue
+        cases = tuple(case for name, case in names.items() if case is not None and pattern.search(name))
+        kept.append(replace(job, cases=cases))
+    needed = {case.reference for job in kept for case in job.cases}
+    for place, job in enumerate(kept):
+        if job.name == "one":
+            every = {case.name: case for case in next(j for j in planned if j.name == "one").cases}
+            wanted = {case.name for case in job.cases} | needed
+            kept[place] = replace(job, cases=tuple(case for name, case in every.items() if name in wanted))
+    return [job for job in kept if job.kind != "train" or job.cases]
+
+
+def environment_of(device: str, gpus: int, cache: str) -> dict[str, str]:
+    """Variables of the processes of every job."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(gpus)))
+    visible = ",".join(visible.split(",")[:gpus]) if device == "cuda" else ""
+    return WITHOUT_MULTICAST | ENVIRONMENT | {"CUDA_VISIBLE_DEVICES": visible, "TILELANG_CACHE_DIR": cache}
+
+
+def run_job(
+    job: Job, scratch: Path, environment: dict[str, str], options: argparse.Namespace, deadline: float
+) -> list[dict[str, Any]]:
+    """A record of every case of a job. One that breaks its processes is a failure, and the rest is started again."""
+    done: list[dict[str, Any]] = []
+    while len(done) < len(job.case_names()):
+        left = remaining(job, len(done))
+        seconds = min(options.job_seconds, deadline - time.monotonic())
+        if seconds < 10:
+            return done + [{"name": name, "faults": ["not started: out of time"]} for name in left.case_names()]
+        log = scratch / "results.jsonl"
+        log.unlink(missing_ok=True)
+        arguments = [left.as_dict(), str(scratch), options.device, options.steps, options.tokens]
+        reason = ""
+        try:
+            run(WORKER, nprocs=left.ranks, args=arguments, env=environment, timeout=seconds)
+        except LaunchError as error:
+            reason = str(error)
+        got = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
+        done += got
+        if reason and len(got) == len(left.case_names()):
+            done[-1]["faults"].append(f"all cases done, but: {reason}")
+        elif len(got) < len(left.case_names()):
+            done.append({"name": left.case_names()[len(got)], "faults": [reason or "no result and no error"]})
+            if left.kind != "train":
+                break
+    return done
+
+
+def remaining(job: Job, done: int) -> Job:
+    """The job without its first `done` cases. Only trainings stand for themselves."""
+    return replace(job, cases=job.cases[done:]) if job.kind == "train" else job
+
+
+def write(folder: Path, records: list[dict[str, Any]]) -> None:
+    """The printed lines, and the records as JSON lines."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "report.txt").write_text("".join(report.line(record) + "\n" for record in records))
+    (folder / "records.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+def _visible_gpus(device: str) -> int:
+    if device == "cpu":
+        return 2
+    import torch
+
+    found = torch.cuda.device_count()
+    if found == 0:
+        raise SystemExit("no CUDA device: --device cpu runs the same with smaller models on gloo")
+    return max(n for n in (1, 2, 4, 8) if n <= found)
+
+
+def _options(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m gpu_ci.multi_gpu.drive", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--gpus", type=int, choices=(1, 2, 4, 8), help="ranks; default: the GPUs here, on a CPU 2")
+    parser.add_argument("--only", default="", metavar="REGEX", help="cases whose name matches")
+    parser.add_argument("--steps", type=int, default=20, metavar="N", help="of each training, default %(default)s")
+    parser.add_argument("--tokens", type=int, metavar="N", help="of a rank in weak scaling, default 32768; on a CPU 64")
+    parser.add_argument("--seconds", type=float, default=540, help="for everything, default %(default)s")
+    parser.add_argument("--job-seconds", type=float, default=180, help="for one job, default %(default)s")
+    parser.add_argument("--cache", metavar="FOLDER", help="of built kernels; default: an empty one")
+    parser.add_argument("--out", metavar="FOLDER", help="for report.txt and records.jsonl")
+    parser.add_argument("--save", action="store_true", help="write the figures to gpu_ci/bench/results.csv")
+    options = parser.parse_args(argv)
+    if options.steps < 1:
+        parser.error(f"--steps {options.steps}: must be at least 1")
+    options.tokens = options.tokens or TOKENS[options.device]
+    return options
+
+
+if __name__ == "__main__":
+    sys.exit(main())

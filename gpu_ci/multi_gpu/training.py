@@ -1,0 +1,162 @@
+"""Trainings of the tiny models in one layout, compared with those on one rank."""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import mcore_patches
+from gpu_ci.multi_gpu import compare, routes, world
+from gpu_ci.multi_gpu.adam import MasterWeightAdam
+from gpu_ci.multi_gpu.plan import Case, Job
+from mcore_patches.cpu.parallel import Layout
+from mcore_patches.cpu.rebinding import RebindingLog
+
+PATCHES = ("qsa", "sparse_mla_nope", "sparse_mla_fast")
+OPS = ("sparse_gqa", "block_topk", "indexer_kl")
+LEARNING_RATE = 1e-3
+
+
+def cases(job: Job, device: torch.device, folder: Path, steps: int) -> Iterator[dict[str, Any]]:
+    """A record of each case; those on one rank without recomputation are kept in `folder`."""
+    report = mcore_patches.apply_patches(PATCHES, strict=True)
+    for patch in PATCHES:
+        mcore_patches.require_applied(patch)
+    sizes = job.sizes
+    with _indexer_of_cpus(device), world.model_parallel(device, sizes.tp, sizes.cp, sizes.pp) as layout:
+        for name, case in zip(job.case_names(), job.cases):
+            yield {"name": name} | _case(case, layout, device, folder, steps, report.digest)
+
+
+def _indexer_of_cpus(device: torch.device) -> contextlib.AbstractContextManager[None]:
+    """Megatron's fused indexer has no path for CPU tensors."""
+    from mcore_patches.cpu.models import fused_indexer_declined
+
+    return fused_indexer_declined() if device.type == "cpu" else contextlib.nullcontext()
+
+
+def _case(
+    case: Case, layout: Layout, device: torch.device, folder: Path, steps: int, digest: str
+) -> dict[str, Any]:
+    world.reset_peak(device)
+    before = _mla_calls(device)
+    with _backends() as chosen:
+        trained, attended, milliseconds = _train(case, layout, device, steps)
+    mine = {
+        "place": (layout.cp_rank, layout.pp_rank),
+        "first": attended.first,
+        "again": attended.again,
+        "norms": {name: gradient.double().norm().item() for name, gradient in trained.gradients.items()},
+        "peak": world.peak_gib(device),
+        "digest": digest,
+        "declined": _off_the_kernels(case, device, chosen, before),
+    }
+    ranks = world.gathered(mine)
+    kept = folder / f"{case.reference}.pt"
+    if layout.world == 1 and case.recompute == "none":
+        torch.save(trained.as_dict(), kept)
+    reference = compare.Training(**torch.load(kept, weights_only=True))
+    compared = compare.compare(reference, trained)
+    faults = [*compared.faults, *routes.faults(ranks, case.recompute != "none")]
+    faults += compare.disagreement([entry["norms"] for entry in ranks])
+    faults += [f"rank {rank}: {why}" for rank, entry in enumerate(ranks) for why in entry["declined"]]
+    if len({entry["digest"] for entry in ranks}) > 1:
+        faults.append(f"report digests differ: {[entry['digest'] for entry in ranks]}")
+    if not trained.losses[-1] < trained.losses[0] and steps > 1:
+        faults.append(f"the loss did not fall: {trained.losses[0]:.4f} to {trained.losses[-1]:.4f}")
+    return {
+        "faults": faults,
+        "first_loss": compared.first_loss,
+        "loss": compared.loss,
+        "indexer": compared.indexer,
+        "gradient": compared.gradient,
+        "worst": compared.worst,
+        "losses": trained.losses,
+        "peaks": [entry["peak"] for entry in ranks],
+        "step_ms": milliseconds,
+    }
+
+
+def _train(
+    case: Case, layout: Layout, device: torch.device, steps: int
+) -> tuple[compare.Training, routes.Attended, float]:
+    """The training, the routes of its first step, and the median milliseconds of a step after the second."""
+    from gpu_ci.multi_gpu import models
+    from mcore_patches.cpu.training import build_optimizer, schedule_step, wrap_with_ddp
+
+    chunks = wrap_with_ddp(models.model(case, layout, device))
+    optimizer: Any
+    if device.type == "cuda":
+        optimizer = build_optimizer(chunks, LEARNING_RATE, clip_grad=1.0)
+    else:
+        optimizer = MasterWeightAdam(chunks, LEARNING_RATE)
+    trained = compare.Training([], {}, [])
+    seconds: list[float] = []
+    with routes.attended(chunks[0]) as attended:
+        first = schedule_step(chunks, models.batches(case, 0, device), optimizer)
+    trained.losses.append(first.loss)
+    trained.gradients = {name: gradient.cpu() for name, gradient in first.gradients.items()}
+    trained.indexer = _indexer_losses()
+    for step in range(1, steps):
+        batches = models.batches(case, step, device)
+        started = time.perf_counter()
+        trained.losses.append(schedule_step(chunks, batches, optimizer).loss)  # waits for the device
+        seconds.append(time.perf_counter() - started)
+    return trained, attended, 1e3 * statistics.median(seconds[1:] or seconds or [0.0])
+
+
+def _indexer_losses() -> list[float]:
+    """Of each layer, summed over microbatches, reduced over ranks as megatron's training loop does. A collective."""
+    from megatron.core.transformer.experimental_attention_variant.dsa import DSAIndexerLossLoggingHelper
+
+    tracker = DSAIndexerLossLoggingHelper.tracker
+    DSAIndexerLossLoggingHelper.reduce_loss_in_tracker()
+    values = tracker["values"].tolist() if "values" in tracker else []
+    tracker.clear()
+    return values
+
+
+@contextlib.contextmanager
+def _backends() -> Iterator[Counter[str]]:
+    """Counts the calls of QSA's ops by "op: backend" inside."""
+    import importlib
+
+    log, chosen = RebindingLog(), Counter[str]()
+    for op in OPS:
+        module = importlib.import_module(f"mcore_patches.ops.{op}")
+
+        def resolve(*args: Any, op: str = op, ask: Any = module.resolve_backend, **settings: Any) -> str:
+            backend = ask(*args, **settings)
+            chosen[f"{op}: {backend}"] += 1
+            return backend
+
+        log.rebind(module, "resolve_backend", resolve, "tells which backend a call of the op took")
+    try:
+        yield chosen
+    finally:
+        log.undo()
+
+
+def _mla_calls(device: torch.device) -> dict[str, int]:
+    """Calls of megatron's fused sparse MLA by route and by reason of a decline, so far."""
+    patch = "sparse_mla_fast" if device.type == "cuda" else "sparse_mla_nope"
+    counters = mcore_patches.status()[patch].counters
+    return {**counters["routes"], **counters["declines"]}
+
+
+def _off_the_kernels(case: Case, device: torch.device, chosen: Counter[str], before: dict[str, int]) -> list[str]:
+    """What did not run where it should have: on our kernels, on a CPU on the chunked paths."""
+    if case.model == "qsa":
+        backend = "tilelang" if device.type == "cuda" else "chunked"
+        expected = {f"{op}: {backend}" for op in OPS}
+        return [] if set(chosen) == expected else [f"ops ran as {dict(chosen)}, expected {sorted(expected)}"]
+    rose = {name: n - before.get(name, 0) for name, n in _mla_calls(device).items() if n != before.get(name, 0)}
+    expected = {"ours" if device.type == "cuda" else "chunked"}
+    return [] if set(rose) == expected else [f"sparse MLA counted {rose}, expected calls of {sorted(expected)}"]
