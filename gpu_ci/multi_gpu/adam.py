@@ -1,4 +1,4 @@
-"""Adam on fp32 copies of bf16 parameters, for a CPU: megatron's own mixed-precision optimizer runs on CUDA only."""
+"""Adam on fp32 copies of parameters, for a CPU: megatron's own mixed-precision optimizer runs on CUDA only."""
 
 from __future__ import annotations
 

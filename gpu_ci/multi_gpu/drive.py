@@ -25,7 +25,7 @@ from gpu_ci.multi_gpu import report
 from gpu_ci.multi_gpu.plan import Job, jobs
 from mcore_patches.cpu.launch import LaunchError, run
 
-WORKER = "gpu_ci.multi_gpu.worker:work"
+WORKERS = {"cuda": "gpu_ci.multi_gpu.worker:work", "cpu": "gpu_ci.multi_gpu.cpu_worker:work"}
 TOKENS = {"cuda": 32768, "cpu": 64}
 # One program that uses NVLink multicast wrongly can take the GPUs of a host out of service.
 WITHOUT_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
@@ -38,8 +38,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     deadline = time.monotonic() + options.seconds
     records: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="multi-gpu-") as scratch:
-        environment = environment_of(options.device, gpus, options.cache or str(Path(scratch) / "kernels"))
         for job in chosen(jobs(gpus), options.only, options.device):
+            # Who compiles what shows in an empty cache only.
+            cache = Path(scratch) / "kernels" if job.kind == "warmup" or not options.cache else Path(options.cache)
+            environment = environment_of(options.device, gpus, cache.resolve())
             for record in run_job(job, Path(scratch), environment, options, deadline):
                 print(report.line(record), flush=True)
                 records.append(record)
@@ -77,11 +79,11 @@ def chosen(planned: list[Job], only: str, device: str) -> list[Job]:
     return [job for job in kept if job.kind != "train" or job.cases]
 
 
-def environment_of(device: str, gpus: int, cache: str) -> dict[str, str]:
+def environment_of(device: str, gpus: int, cache: Path) -> dict[str, str]:
     """Variables of the processes of every job."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(gpus)))
     visible = ",".join(visible.split(",")[:gpus]) if device == "cuda" else ""
-    return WITHOUT_MULTICAST | ENVIRONMENT | {"CUDA_VISIBLE_DEVICES": visible, "TILELANG_CACHE_DIR": cache}
+    return WITHOUT_MULTICAST | ENVIRONMENT | {"CUDA_VISIBLE_DEVICES": visible, "TILELANG_CACHE_DIR": str(cache)}
 
 
 def run_job(
@@ -99,7 +101,7 @@ def run_job(
         arguments = [left.as_dict(), str(scratch), options.device, options.steps, options.tokens]
         reason = ""
         try:
-            run(WORKER, nprocs=left.ranks, args=arguments, env=environment, timeout=seconds)
+            run(WORKERS[options.device], nprocs=left.ranks, args=arguments, env=environment, timeout=seconds)
         except LaunchError as error:
             reason = str(error)
         got = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
@@ -138,7 +140,9 @@ def _visible_gpus(device: str) -> int:
 
 def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m gpu_ci.multi_gpu.drive", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m gpu_ci.multi_gpu.drive",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--gpus", type=int, choices=(1, 2, 4, 8), help="ranks; default: the GPUs here, on a CPU 2")

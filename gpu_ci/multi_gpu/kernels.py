@@ -5,13 +5,12 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
-from gpu_ci.multi_gpu import world
+from gpu_ci.multi_gpu import verdict, world
 from gpu_ci.multi_gpu.models import DSA, QSA, QSA_INDEXER
 from gpu_ci.multi_gpu.plan import Job
 from mcore_patches.cpu.rebinding import RebindingLog
@@ -32,24 +31,10 @@ def once_a_node(job: Job, device: torch.device, build: Callable[[torch.device], 
         ranks = world.gathered(entry)
     return {
         "name": job.name,
-        "faults": faults(ranks),
+        "faults": verdict.build_faults(ranks),
         "compiled": [len(rank["codes"]) for rank in ranks],
         "kernels": len(ranks[0]["keys"]),
     }
-
-
-def faults(ranks: list[dict[str, Any]]) -> list[str]:
-    """What is wrong: of each rank "codes", digests of what it compiled, "keys" of the kernels that it then had, and
-    "failed", reasons by key."""
-    found = [f"rank {rank}: {why}" for rank, entry in enumerate(ranks) for why in entry["failed"].values()]
-    times = Counter(code for entry in ranks for code in entry["codes"])
-    if repeated := [n for n in times.values() if n > 1]:
-        found.append(f"{len(repeated)} of {len(times)} kernels were compiled by more than one process")
-    if len({tuple(entry["keys"]) for entry in ranks}) > 1:
-        found.append(f"ranks have different kernels: {[len(entry['keys']) for entry in ranks]}")
-    if not times:
-        found.append("nothing was compiled, so nothing is known: the kernels' cache was not empty")
-    return found
 
 
 @contextlib.contextmanager

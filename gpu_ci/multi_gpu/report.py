@@ -13,7 +13,8 @@ def line(record: dict[str, Any]) -> str:
     fields = [f"{record['name']:<26}", "FAILED" if record["faults"] else "passed"]
     if "loss" in record:
         fields.append(f"loss {record['first_loss']:.1e} first {record['loss']:.1e} all")
-        fields.append(f"indexer {record['indexer']:.1e} gradients {record['gradient']:.1e}")
+        fields.append(f"indexer {record['indexer']:.1e}  gradients {record['gradients']:.1e} all")
+        fields.append(f"{record['gradient']:.1e} worst {record['given']:.1e} with given routes")
         fields.append(f"step {record['step_ms']:.0f} ms")
     if "forward_ms" in record:
         fields.append(f"{record['tokens']} tokens, forward {record['forward_ms']:.2f} ms")
@@ -38,7 +39,13 @@ def rows(records: Iterable[dict[str, Any]], gpus: int) -> list[dict[str, str]]:
         case = f"{gpus}x-{group}"
         found += [
             row(BENCH, case, "loss beside one GPU, largest relative difference", _worst(members, "loss"), ""),
+            row(BENCH, case, "gradients beside one GPU, relative error", _worst(members, "gradients"), ""),
             row(BENCH, case, "gradient beside one GPU, largest relative error", _worst(members, "gradient"), ""),
+            *(
+                [row(BENCH, case, "the same with the routes of one GPU", _worst(members, "given"), "")]
+                if group.endswith("qsa")
+                else []
+            ),
             row(BENCH, case, "peak memory of a rank", max(max(m["peaks"]) for m in members), "GiB"),
             row(BENCH, case, "step, slowest case", _worst(members, "step_ms"), "ms"),
         ]

@@ -73,25 +73,3 @@ def _follow_dsa(model: torch.nn.Module, seen: Attended, hooks: list[Any], log: R
 
             hooks.append(layer.register_forward_pre_hook(begin))
     log.rebind(dsa, "_run_sparse_attention", noted, "is the one place that sees the ids of every pass")
-
-
-def faults(ranks: list[dict[str, Any]], recomputed: bool) -> list[str]:
-    """What is wrong with the routes of a step, of all ranks: entries with "place", "first" and "again".
-
-    place: (cp_rank, pp_rank); ranks of one place must have attended the same. recomputed: whether every pass must have
-    been repeated, with the same ids; else none may have been.
-    """
-    found = []
-    by_place: dict[Any, dict[str, Any]] = {}
-    for rank, entry in enumerate(ranks):
-        first, again = entry["first"], entry["again"]
-        if not first or not all(first.values()):
-            found.append(f"rank {rank} recorded no routes")
-        if again != (first if recomputed else {}):
-            layers = sorted(n for n in {*first, *again} if again.get(n) != (first.get(n) if recomputed else None))
-            found.append(f"rank {rank}, layers {layers}: recomputed passes attended something else, or none came")
-        other = by_place.setdefault(tuple(entry["place"]), entry)
-        if other["first"] != first:
-            layers = sorted(n for n in {*first, *other["first"]} if first.get(n) != other["first"].get(n))
-            found.append(f"rank {rank}, layers {layers}: attended something else than a rank with the same tokens")
-    return found

@@ -51,7 +51,9 @@ def layer(job: Job, device: torch.device, tokens: int) -> Iterator[dict[str, Any
             torch.cuda.empty_cache()
         yield {
             "name": name,
-            "faults": [f"rank {rank}: gradients are not finite" for rank, entry in enumerate(ranks) if not entry["finite"]],
+            "faults": [
+                f"rank {rank}: gradients are not finite" for rank, entry in enumerate(ranks) if not entry["finite"]
+            ],
             "tokens": tokens * cp,
             "forward_ms": max(entry["forward"] for entry in ranks),
             "backward_ms": max(entry["backward"] for entry in ranks),

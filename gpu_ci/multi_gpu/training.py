@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 import mcore_patches
-from gpu_ci.multi_gpu import compare, routes, world
+from gpu_ci.multi_gpu import compare, routes, verdict, world
 from gpu_ci.multi_gpu.adam import MasterWeightAdam
 from gpu_ci.multi_gpu.plan import Case, Job
 from mcore_patches.cpu.parallel import Layout
@@ -42,13 +43,14 @@ def _indexer_of_cpus(device: torch.device) -> contextlib.AbstractContextManager[
     return fused_indexer_declined() if device.type == "cpu" else contextlib.nullcontext()
 
 
-def _case(
-    case: Case, layout: Layout, device: torch.device, folder: Path, steps: int, digest: str
-) -> dict[str, Any]:
+def _case(case: Case, layout: Layout, device: torch.device, folder: Path, steps: int, digest: str) -> dict[str, Any]:
     world.reset_peak(device)
     before = _mla_calls(device)
+    kept = folder / f"{case.reference}.pt"
+    is_reference = layout.world == 1 and case.recompute == "none"
+    reference = None if is_reference else compare.Training(**torch.load(kept, weights_only=True))
     with _backends() as chosen:
-        trained, attended, milliseconds = _train(case, layout, device, steps)
+        trained, attended, milliseconds = _train(case, layout, device, steps, reference)
     mine = {
         "place": (layout.cp_rank, layout.pp_rank),
         "first": attended.first,
@@ -59,25 +61,19 @@ def _case(
         "declined": _off_the_kernels(case, device, chosen, before),
     }
     ranks = world.gathered(mine)
-    kept = folder / f"{case.reference}.pt"
-    if layout.world == 1 and case.recompute == "none":
+    if reference is None:
         torch.save(trained.as_dict(), kept)
-    reference = compare.Training(**torch.load(kept, weights_only=True))
-    compared = compare.compare(reference, trained)
-    faults = [*compared.faults, *routes.faults(ranks, case.recompute != "none")]
-    faults += compare.disagreement([entry["norms"] for entry in ranks])
+    compared = compare.compare(reference or trained, trained)
+    faults = [*compared.faults, *verdict.route_faults(ranks, case.recompute != "none")]
+    faults += verdict.disagreement([entry["norms"] for entry in ranks])
     faults += [f"rank {rank}: {why}" for rank, entry in enumerate(ranks) for why in entry["declined"]]
     if len({entry["digest"] for entry in ranks}) > 1:
         faults.append(f"report digests differ: {[entry['digest'] for entry in ranks]}")
     if not trained.losses[-1] < trained.losses[0] and steps > 1:
         faults.append(f"the loss did not fall: {trained.losses[0]:.4f} to {trained.losses[-1]:.4f}")
     return {
+        **compared.as_dict(),
         "faults": faults,
-        "first_loss": compared.first_loss,
-        "loss": compared.loss,
-        "indexer": compared.indexer,
-        "gradient": compared.gradient,
-        "worst": compared.worst,
         "losses": trained.losses,
         "peaks": [entry["peak"] for entry in ranks],
         "step_ms": milliseconds,
@@ -85,10 +81,11 @@ def _case(
 
 
 def _train(
-    case: Case, layout: Layout, device: torch.device, steps: int
+    case: Case, layout: Layout, device: torch.device, steps: int, reference: compare.Training | None
 ) -> tuple[compare.Training, routes.Attended, float]:
     """The training, the routes of its first step, and the median milliseconds of a step after the second."""
     from gpu_ci.multi_gpu import models
+    from mcore_patches.attention.qsa import record_routes
     from mcore_patches.cpu.training import build_optimizer, schedule_step, wrap_with_ddp
 
     chunks = wrap_with_ddp(models.model(case, layout, device))
@@ -99,8 +96,11 @@ def _train(
         optimizer = MasterWeightAdam(chunks, LEARNING_RATE)
     trained = compare.Training([], {}, [])
     seconds: list[float] = []
-    with routes.attended(chunks[0]) as attended:
+    if reference is not None and reference.routes:
+        trained.given = _step_with_routes(chunks, models.batches(case, 0, device), reference.routes)
+    with routes.attended(chunks[0]) as attended, record_routes(chunks[0]) as recorded:
         first = schedule_step(chunks, models.batches(case, 0, device), optimizer)
+    trained.routes = {layer: [ids.cpu() for ids in passes] for layer, passes in recorded.items()}
     trained.losses.append(first.loss)
     trained.gradients = {name: gradient.cpu() for name, gradient in first.gradients.items()}
     trained.indexer = _indexer_losses()
@@ -110,6 +110,19 @@ def _train(
         trained.losses.append(schedule_step(chunks, batches, optimizer).loss)  # waits for the device
         seconds.append(time.perf_counter() - started)
     return trained, attended, 1e3 * statistics.median(seconds[1:] or seconds or [0.0])
+
+
+def _step_with_routes(chunks: list[Any], batches: list[Any], given: dict[int, list[Tensor]]) -> dict[str, Tensor]:
+    """Whole gradients of a step with given routes of the whole model."""
+    from mcore_patches.attention.qsa import inject_routes
+    from mcore_patches.attention.qsa.routes import qsa_layers
+    from mcore_patches.cpu.training import schedule_step
+
+    here = {layer.global_layer_number for layer in qsa_layers(chunks)}
+    with inject_routes(chunks, {layer: passes for layer, passes in given.items() if layer in here}):
+        result = schedule_step(chunks, batches)
+    _indexer_losses()
+    return {name: gradient.cpu() for name, gradient in result.gradients.items()}
 
 
 def _indexer_losses() -> list[float]:
@@ -125,8 +138,10 @@ def _indexer_losses() -> list[float]:
 
 @contextlib.contextmanager
 def _backends() -> Iterator[Counter[str]]:
-    """Counts the calls of QSA's ops by "op: backend" inside."""
+    """Counts inside the calls of QSA's ops by "op: backend", and those that DSA's fused kernels declined by reason."""
     import importlib
+
+    from megatron.core.transformer.experimental_attention_variant import dsa_kernels
 
     log, chosen = RebindingLog(), Counter[str]()
     for op in OPS:
@@ -138,6 +153,12 @@ def _backends() -> Iterator[Counter[str]]:
             return backend
 
         log.rebind(module, "resolve_backend", resolve, "tells which backend a call of the op took")
+
+    def declined(config: Any, hook: str, reason: str) -> None:
+        if reason != "hook is not implemented":
+            chosen[f"{hook}: {reason}"] += 1
+
+    log.rebind(dsa_kernels, "_log_declined_hook", declined, "hears of the declines that are logged for debugging only")
     try:
         yield chosen
     finally:
@@ -159,4 +180,7 @@ def _off_the_kernels(case: Case, device: torch.device, chosen: Counter[str], bef
         return [] if set(chosen) == expected else [f"ops ran as {dict(chosen)}, expected {sorted(expected)}"]
     rose = {name: n - before.get(name, 0) for name, n in _mla_calls(device).items() if n != before.get(name, 0)}
     expected = {"ours" if device.type == "cuda" else "chunked"}
-    return [] if set(rose) == expected else [f"sparse MLA counted {rose}, expected calls of {sorted(expected)}"]
+    found = [] if set(rose) == expected else [f"sparse MLA counted {rose}, expected calls of {sorted(expected)}"]
+    if device.type == "cuda" and chosen:
+        found.append(f"megatron's fused kernels declined: {dict(chosen)}")
+    return found
