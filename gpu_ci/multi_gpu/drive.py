@@ -29,7 +29,14 @@ WORKERS = {"cuda": "gpu_ci.multi_gpu.worker:work", "cpu": "gpu_ci.multi_gpu.cpu_
 TOKENS = {"cuda": 32768, "cpu": 64}
 # One program that uses NVLink multicast wrongly can take the GPUs of a host out of service.
 WITHOUT_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
-ENVIRONMENT = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "MCORE_PATCHES_ON_DECLINE": "raise"}
+ENVIRONMENT = {
+    "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+    "MCORE_PATCHES_ON_DECLINE": "raise",
+    # Each process would tell of every optional package that is not there.
+    "PYTHONWARNINGS": "ignore::UserWarning",
+}
+# Launches of a job in a row that fail before a case is done, such as on import, before the rest is given up.
+MOST_EMPTY = 2
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -91,11 +98,13 @@ def run_job(
 ) -> list[dict[str, Any]]:
     """A record of every case of a job. One that breaks its processes is a failure, and the rest is started again."""
     done: list[dict[str, Any]] = []
+    empty = 0
     while len(done) < len(job.case_names()):
         left = remaining(job, len(done))
         seconds = min(options.job_seconds, deadline - time.monotonic())
-        if seconds < 10:
-            return done + [{"name": name, "faults": ["not started: out of time"]} for name in left.case_names()]
+        if seconds < 10 or empty == MOST_EMPTY:
+            why = "out of time" if seconds < 10 else f"{empty} launches failed on their first case"
+            return done + [{"name": name, "faults": [f"not started: {why}"]} for name in left.case_names()]
         log = scratch / "results.jsonl"
         log.unlink(missing_ok=True)
         arguments = [left.as_dict(), str(scratch), options.device, options.steps, options.tokens]
@@ -106,6 +115,7 @@ def run_job(
             reason = str(error)
         got = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
         done += got
+        empty = 0 if got else empty + 1
         if reason and len(got) == len(left.case_names()):
             done[-1]["faults"].append(f"all cases done, but: {reason}")
         elif len(got) < len(left.case_names()):

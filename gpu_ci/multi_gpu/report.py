@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 BENCH = "multi_gpu"
+MOST_LINES = 40  # of a failure
 
 
 def line(record: dict[str, Any]) -> str:
@@ -25,8 +26,14 @@ def line(record: dict[str, Any]) -> str:
         fields.append(f"peak {max(record['peaks']):.3f} GiB")
     if "seconds" in record:
         fields.append(f"{record['seconds']:.1f} s")
-    reasons = [f"    {text}" for fault in record["faults"] for text in fault.splitlines()]
+    reasons = [f"    {text}" for fault in record["faults"] for text in _shortened(fault)]
     return "\n".join(["  ".join(fields), *reasons])
+
+
+def _shortened(fault: str) -> list[str]:
+    """The lines of a fault; of a long one its beginning and end, which hold the error and what was printed last."""
+    lines = fault.splitlines()
+    return lines if len(lines) <= MOST_LINES else [*lines[: MOST_LINES // 2], "...", *lines[-MOST_LINES // 2 :]]
 
 
 def rows(records: Iterable[dict[str, Any]], gpus: int) -> list[dict[str, str]]:

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcore_patches.attention.qsa.routes import is_recomputation, qsa_layers
+from mcore_patches.attention.common.passes import is_recomputation
+from mcore_patches.attention.qsa.routes import qsa_layers
 from mcore_patches.cpu.rebinding import RebindingLog
 
 

@@ -246,6 +246,20 @@ def test_a_case_that_breaks_its_processes_leaves_the_others(monkeypatch: pytest.
     assert started == [(2, [first, second, third]), (2, [third])]
 
 
+def test_a_job_that_cannot_begin_is_given_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    class Broken(Launches):
+        def __call__(self, *args: Any, **settings: Any) -> None:
+            self.breaking = plan.job_from_dict(settings["args"][0]).case_names()[0]
+            super().__call__(*args, **settings)
+
+    launches = Broken("")
+    monkeypatch.setattr(drive, "run", launches)
+    monkeypatch.setattr(drive.time, "monotonic", lambda: 0.0)
+    records = drive.run_job(plan.jobs(2)[2], tmp_path, {}, OPTIONS, 1e3)
+    assert len(launches.started) == drive.MOST_EMPTY and len(records) == len(tuple(plan.cases()))
+    assert records[-1]["faults"] == ["not started: 2 launches failed on their first case"]
+
+
 def test_a_bench_that_breaks_is_not_started_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     records, started = run_with(monkeypatch, tmp_path, plan.jobs(2)[-1], "layer-CP2")
     assert [len(record["faults"]) for record in records] == [0, 1]
@@ -273,6 +287,8 @@ def test_lines() -> None:
     assert "passed" in line and "2.0e-03" in line and "peak 2.000 GiB" in line and "3.0 s" in line
     failed = report.line({"name": "CP2-qsa-thd-none", "faults": ["one\ntwo"]})
     assert failed.splitlines()[1:] == ["    one", "    two"] and "FAILED" in failed
+    long = report.line({"name": "x", "faults": ["\n".join(map(str, range(100)))]}).split()
+    assert long[2] == "0" and long[-1] == "99" and len(long) < 50
 
 
 def test_rows_are_those_of_the_bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
