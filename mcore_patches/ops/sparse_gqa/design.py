@@ -70,14 +70,14 @@ class BackwardTiles:
     window_stages: int = 3
     steps: int = 16384
     slots: int = 512
-    gathered_bytes: int = 24 * 2**20
+    gathered_bytes: int = 64 * 2**20
     stored_bytes: int = 2**30
 
     def chunk_rows(self, shape: RowShape, rows: int, tokens: int, topk: int, multiprocessors: int) -> int:
         """Rows of a chunk of single rows, a multiple of the union's rows: whole waves of blocks, two a multiprocessor.
 
-        All windows gather from the same rows, which stay in the L2 cache if there are few; but a window loads and
-        stores its sums once a chunk.
+        A window loads and stores its sums once a chunk, so chunks are as large as the scratch for P and dS allows: that
+        saves more than rows that stay in the L2 cache between windows (gpu_ci/kernels/NOTES.md).
         """
         wave = max(1, 2 * multiprocessors // shape.kv_heads) * self.union.rows
         best = max(1, round(self.gathered_bytes / (4 * shape.group * shape.dim * wave))) * wave

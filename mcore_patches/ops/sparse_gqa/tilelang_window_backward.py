@@ -17,8 +17,10 @@ from mcore_patches.ops.tilelang_warp import below, popcount
 WARPGROUP = 128
 WARPS = WARPGROUP // 32
 COLUMNS = 64  # channels of one copy: 128 bytes
-# Slots of listed rows: a warp may write those of the next step but one while another reads those of this and the next.
-SLOTS = 3
+# Steps by which P and dS are loaded ahead, to registers: they come from device memory.
+AHEAD = 3
+# Slots of listed rows: those of this step and of the steps ahead, and one that a fast warp may write.
+SLOTS = AHEAD + 2
 
 
 def window_backward(*, heads: int, kv_heads: int, dim: int, rows: int, stages: int, dtype: str, bulk: bool = True):
@@ -74,8 +76,8 @@ def window_backward(*, heads: int, kv_heads: int, dim: int, rows: int, stages: i
                 entry_shared[t % SLOTS, pt, e] = entry[e]
 
     @T.macro
-    def load_probs(held, slot, entry_shared, stored, which, token, g):
-        """held[vectors] = what the rows of a slot stored for a token, zeros where they do not attend it."""
+    def load_probs(held, h, slot, entry_shared, stored, which, token, g):
+        """held[h, vectors] = what the rows of a slot stored for a token, zeros where they do not attend it."""
         word = T.alloc_var("int32")
         rank = T.alloc_var("int32")
         for j in T.unroll(rows):
@@ -86,18 +88,22 @@ def window_backward(*, heads: int, kv_heads: int, dim: int, rows: int, stages: i
             if ((word >> (token % WORD)) & 1) != 0:
                 for c in T.unroll(wide // piece):
                     for e in T.vectorized(piece):
-                        held[j * wide + c * piece + e] = stored[which, entry_shared[slot, j, 0], g, rank, c * piece + e]
+                        held[h, j * wide + c * piece + e] = stored[
+                            which, entry_shared[slot, j, 0], g, rank, c * piece + e
+                        ]
             else:
                 for c in T.unroll(wide // piece):
                     for e in T.vectorized(piece):
-                        held[j * wide + c * piece + e] = 0
+                        held[h, j * wide + c * piece + e] = 0
 
     @T.macro
     def copy_bulk(q, dout, q_shared, do_shared, ready, entry_shared, slot, stage, pt, g, row0):
         """Each warp has the copy engine fetch some of the rows; one past the end of q gives zeros."""
+        row = T.alloc_var("int32")
         for j in T.unroll(rows):
             if pt // 32 == j % WARPS:
-                row = T.if_then_else(entry_shared[slot, j, 0] < 0, tq, row0 + entry_shared[slot, j, 0])
+                row = entry_shared[slot, j, 0]
+                row = T.if_then_else(row < 0, tq, row0 + row)
                 for c in T.unroll(dim // COLUMNS):
                     here = slice(c * COLUMNS, (c + 1) * COLUMNS)
                     T.tma_copy(
@@ -168,7 +174,7 @@ def window_backward(*, heads: int, kv_heads: int, dim: int, rows: int, stages: i
                     token = pt % WINDOW
                     which = pt // WINDOW
                     entry = T.alloc_local((4,), "int32")
-                    held = T.alloc_local((vectors,), dtype)
+                    held = T.alloc_local((AHEAD, vectors), dtype)
                     if bulk and wide > group:
                         # The copy engine leaves out the vector that makes the group even.
                         for s in T.unroll(stages * vectors * lanes // WARPGROUP):
@@ -178,28 +184,36 @@ def window_backward(*, heads: int, kv_heads: int, dim: int, rows: int, stages: i
                             for e in T.vectorized(8):
                                 do_shared[j // vectors, j % vectors, pt % lanes * 8 + e] = 0
                         T.fence_proxy_async()
-                    fetch_entry(entry, entries, w, 0, pt, n)
-                    publish_entry(entry, entry_shared, 0, pt, n)
+                    for h in T.unroll(AHEAD):
+                        fetch_entry(entry, entries, w, h, pt, n)
+                        publish_entry(entry, entry_shared, h, pt, n)
+                    fetch_entry(entry, entries, w, AHEAD, pt, n)
                     T.sync_threads(2, WARPGROUP)
-                    load_probs(held, 0, entry_shared, stored, which, token, g)
-                    fetch_entry(entry, entries, w, 1, pt, n)
-                    for t in T.serial(steps):
-                        stage = t % stages
-                        publish_entry(entry, entry_shared, t + 1, pt, n)
-                        T.sync_threads(2, WARPGROUP)
-                        fetch_entry(entry, entries, w, t + 2, pt, n)
-                        T.barrier_wait(free[stage], ((t // stages) & 1) ^ 1)
-                        if bulk:
-                            copy_bulk(q, dout, q_shared, do_shared, ready, entry_shared, t % SLOTS, stage, pt, g, row0)
-                        else:
-                            copy_by_threads(
-                                q, dout, q_shared, do_shared, ready, entry_shared, t % SLOTS, stage, pt, g, row0
-                            )
-                        for c in T.unroll(vectors // 8):
-                            for e in T.vectorized(8):
-                                probs[which, stage, token, c * 8 + e] = held[c * 8 + e]
-                        T.fence_proxy_async()
-                        T.barrier_arrive(ready[stage])
-                        load_probs(held, (t + 1) % SLOTS, entry_shared, stored, which, token, g)
+                    for h in T.unroll(AHEAD):
+                        load_probs(held, h, h, entry_shared, stored, which, token, g)
+                    for s in T.serial(T.ceildiv(steps, AHEAD)):
+                        for h in T.unroll(AHEAD):
+                            t = s * AHEAD + h
+                            if t < steps:
+                                slot = t % SLOTS
+                                stage = t % stages
+                                publish_entry(entry, entry_shared, t + AHEAD, pt, n)
+                                T.sync_threads(2, WARPGROUP)
+                                fetch_entry(entry, entries, w, t + AHEAD + 1, pt, n)
+                                T.barrier_wait(free[stage], ((t // stages) & 1) ^ 1)
+                                if bulk:
+                                    copy_bulk(
+                                        q, dout, q_shared, do_shared, ready, entry_shared, slot, stage, pt, g, row0
+                                    )
+                                else:
+                                    copy_by_threads(
+                                        q, dout, q_shared, do_shared, ready, entry_shared, slot, stage, pt, g, row0
+                                    )
+                                for c in T.unroll(vectors // 8):
+                                    for e in T.vectorized(8):
+                                        probs[which, stage, token, c * 8 + e] = held[h, c * 8 + e]
+                                T.fence_proxy_async()
+                                T.barrier_arrive(ready[stage])
+                                load_probs(held, h, (t + AHEAD) % SLOTS, entry_shared, stored, which, token, g)
 
     return sparse_gqa_window_backward
