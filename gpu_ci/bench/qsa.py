@@ -193,6 +193,34 @@ def kl_ms(tokens: int, ids: Tensor) -> float | str:
     return milliseconds(lambda: torch.autograd.grad(indexer_kl.indexer_kl(*arguments, **settings), (q_idx, k_blocks)))
 
 
+def layer_of_ops(tokens: int, kind: str) -> float:
+    """GiB at the peak above inputs and gradients of a layer's three ops: selection, attention, Stage-2 KL, backward.
+
+    The selection runs for its memory; attention and KL take one of the bench's, of the kind asked for.
+    """
+    q, k, v = normal(tokens, HEADS, DIM), normal(tokens, KV_HEADS, DIM), normal(tokens, KV_HEADS, DIM)
+    q_idx, k_blocks = normal(tokens, INDEX_HEADS, INDEX_DIM), normal(tokens // RATIO, INDEX_DIM)
+    pos = torch.arange(tokens, dtype=torch.int32, device="cuda")
+    start, dout = torch.zeros_like(pos), torch.randn_like(q)
+    ids = block_selection(tokens, kind, topk=TOPK, block_size=RATIO, rows_at_once=256)
+    inputs = q, k, v, q_idx, k_blocks
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    selected = block_topk.select_blocks(q_idx, k_blocks, pos, start, ratio=RATIO, topk=TOPK, backend="tilelang")
+    del selected
+    settings: dict[str, Any] = {"scale": SCALE, "backend": "tilelang"}
+    out, lse = sparse_gqa.sparse_gqa(q, k, v, ids, pos, start, block_size=RATIO, **settings)
+    kl = indexer_kl.indexer_kl(
+        q_idx, k_blocks, q.detach(), k.detach(), lse.detach(), ids, pos, start, start, ratio=RATIO, **settings
+    )
+    gradients = torch.autograd.grad((out, kl), inputs, (dout, torch.ones_like(kl)))
+    peak = torch.cuda.max_memory_allocated() - before - sum(x.numel() * x.element_size() for x in gradients)
+    assert all(bool(x.isfinite().all()) for x in gradients)
+    return peak / 2**30
+
+
 def attended_tokens(tokens: int, ids: Tensor | None) -> int:
     """Keys of all rows together; None: dense causal."""
     pos = torch.arange(tokens, device="cuda")
@@ -280,6 +308,10 @@ class Bench:
             if dense_timing is not None:
                 self.ratios(case, timing, "dense cuDNN", dense_timing)
         self.extra(case, "Stage-2 KL", self.timed(f"kl {kind}", tokens, 1, lambda: kl_ms(tokens, ids)))
+        peak = self.timed(f"peak {kind}", tokens, 1, lambda: layer_of_ops(tokens, kind))
+        if peak is not None:
+            what = "selection, attention and KL, forward + backward: peak memory above inputs and gradients"
+            self.rows.append(results.row("qsa", case, what, peak, "GiB"))
         if "bridge" in self.peers and bridge_kernels() is not None:
             other = self.timed(f"bridge {kind}", tokens, 2, lambda: bridge(tokens, ids))
             if other is not None:

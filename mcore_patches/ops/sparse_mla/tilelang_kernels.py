@@ -9,12 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcore_patches.ops.device import Device, SparseMLADesign, device_of, sparse_mla_design
+from mcore_patches.ops.device import HOPPER, Device, SparseMLADesign, device_of, sparse_mla_design
 from mcore_patches.ops.jit import CACHE, TRACING, Key, build_together, compile_kernel
 
 VALUE_WIDTH = 512
-# Parts of dKV that the deterministic backward stores before it sums them.
+# Parts of dKV that the ordered backward stores before it sums them.
 PARTS_BYTES = 2 * 2**30
+# An fp32 dKV above this leaves a Hopper's L2 cache (50 MB) too often for atomics: storing parts and adding them up is
+# faster from about here on (gpu_ci/kernels/NOTES.md).
+MOST_ATOMIC_BYTES = 96 * 2**20
 ALIGNMENT = 16  # bytes: of the copy engine's strides and of one asynchronous copy
 
 
@@ -188,7 +191,8 @@ def forward(q: Tensor, kv: Tensor, indices: Tensor, scale: float, v_channels: in
     """out bf16 [B,S,H,512] and lse fp32 [B,S,H] (natural log) of q [B,S,H,D], kv [B,Skv,1,D], indices [B,S,K]."""
     batch, rows, heads, width = q.shape
     device = _device(q.device)
-    _build_first(device, width, torch.are_deterministic_algorithms_enabled(), heads)
+    ordered = order_is_faster(device, rows, indices.shape[-1], kv.shape[1], width)
+    _build_first(device, width, ordered or torch.are_deterministic_algorithms_enabled(), heads)
     shape, (q,) = _tiled(_design(device, width).forward is not None, q)
     ids = _int32(indices)
     out = torch.empty(batch, rows, heads, v_channels, dtype=q.dtype, device=q.device)
@@ -208,15 +212,19 @@ def backward(
     scale: float,
     v_channels: int,
     deterministic: bool,
+    *,
+    ordered: bool | None = None,
 ) -> tuple[Tensor, Tensor]:
     """dq bf16 [B,S,H,D] and dkv bf16 [B,Skv,1,D].
 
-    dkv is summed in fp32 by atomics, or, if `deterministic`, from parts rounded to bf16 (as P and dS are) in a fixed
-    order.
+    dkv is summed in fp32 by atomics, or, if `ordered`, from parts rounded to bf16 (as P and dS are) in a fixed order.
+    None: in order where `deterministic` asks for it or `order_is_faster`.
     """
     batch, rows, heads, width = q.shape
     device = _device(q.device)
-    _build_first(device, width, deterministic, heads)
+    if ordered is None:
+        ordered = deterministic or order_is_faster(device, rows, indices.shape[-1], kv.shape[1], width)
+    _build_first(device, width, ordered, heads)
     plain = _design(device, width).backward is not None
     shape, (q, dout) = _tiled(plain, q, dout)
     if not plain:
@@ -227,14 +235,22 @@ def backward(
     extent = _extent(ids, kv.shape[1], device, width)
     dq = torch.empty(batch, rows, heads, width, dtype=q.dtype, device=q.device)
     dkv = torch.zeros(batch, kv.shape[1], width, dtype=torch.float32, device=q.device)
-    reduction = "store" if deterministic else "atomic"
+    reduction = "store" if ordered else "atomic"
     run = kernel("backward", device, width, reduction=reduction, **shape)
-    if deterministic:
+    if ordered:
         for b in range(batch):
             _backward_in_order(run, device, q, kv, dout, ids, extent, lse, delta, scale, dq, dkv, b)
     else:
         run(q, kv, dout, ids, ids, extent, lse, delta, scale, dq, dkv)
     return dq, _channels_in_order(dkv, device, reduction).unsqueeze(2)
+
+
+def order_is_faster(device: Device, rows: int, topk: int, keys: int, width: int) -> bool:
+    """Whether adding up stored parts of dKV beats atomics: it is too large for the cache, and keys are used often.
+
+    Measured on Hopper only, so other GPUs take atomics.
+    """
+    return device.arch == HOPPER and 4 * keys * width > MOST_ATOMIC_BYTES and rows * topk >= 4 * keys
 
 
 def _backward_in_order(

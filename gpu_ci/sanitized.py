@@ -1,0 +1,98 @@
+"""Every kernel once on small shapes, forward and backward, to be run under compute-sanitizer.
+
+    compute-sanitizer --tool memcheck --error-exitcode 9 python -m gpu_ci.sanitized [OP]...
+
+OP: sparse_gqa, select_blocks, indexer_kl, sparse_mla; all of them if none is named.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+from torch import Tensor
+
+from mcore_patches.ops.block_topk import select_blocks
+from mcore_patches.ops.indexer_kl import indexer_kl
+from mcore_patches.ops.sparse_gqa import sparse_gqa
+from mcore_patches.ops.sparse_mla import sparse_mla
+
+RATIO, TOPK = 4, 16
+LENGTHS = [150, 3, 89]
+
+
+def normal(*size: int) -> Tensor:
+    return torch.randn(size, device="cuda", dtype=torch.bfloat16).requires_grad_()
+
+
+class Documents:
+    """Packed documents of odd lengths: where rows stand, and index queries and keys."""
+
+    def __init__(self) -> None:
+        starts = torch.tensor([0, *LENGTHS]).cumsum(0)[:-1].tolist()
+        blocks = torch.tensor([0, *(n // RATIO for n in LENGTHS)]).cumsum(0)
+        self.tokens = sum(LENGTHS)
+        self.pos = torch.cat([torch.arange(n) for n in LENGTHS]).int().cuda()
+        self.start, self.block_start = (
+            torch.repeat_interleave(torch.tensor(first), torch.tensor(LENGTHS)).int().cuda()
+            for first in (starts, blocks[:-1].tolist())
+        )
+        self.q_idx, self.k_blocks = normal(self.tokens, 4, 64), normal(int(blocks[-1]), 64)
+
+    def ids(self) -> Tensor:
+        return select_blocks(
+            self.q_idx, self.k_blocks, self.pos, self.block_start, ratio=RATIO, topk=TOPK, backend="tilelang"
+        )
+
+
+def run_select_blocks() -> None:
+    Documents().ids()
+
+
+def run_sparse_gqa() -> None:
+    documents = Documents()
+    q, k, v = normal(documents.tokens, 8, 64), normal(documents.tokens, 2, 64), normal(documents.tokens, 2, 64)
+    far = documents.ids().clone()
+    # Rows that share nothing with their neighbours take other kernels than rows that do.
+    far[::2] = far[::2].flip(0)
+    for ids in (documents.ids(), far):
+        out, _ = sparse_gqa(
+            q, k, v, ids, documents.pos, documents.start, scale=0.125, block_size=RATIO, backend="tilelang"
+        )
+        torch.autograd.grad(out, (q, k, v), torch.randn_like(out))
+
+
+def run_indexer_kl() -> None:
+    documents = Documents()
+    q, k = normal(documents.tokens, 8, 64).detach(), normal(documents.tokens, 2, 64).detach()
+    lse = torch.full((documents.tokens, 8), 3.0, device="cuda")
+    for ids in (documents.ids(), None):
+        rows = ids, documents.pos, documents.start, documents.block_start
+        loss = indexer_kl(
+            documents.q_idx, documents.k_blocks, q, k, lse, *rows, scale=0.125, ratio=RATIO, backend="tilelang"
+        )
+        torch.autograd.grad(loss, (documents.q_idx, documents.k_blocks))
+
+
+def run_sparse_mla() -> None:
+    for heads in (8, 24, 64):
+        for width in (512, 576):
+            q, kv = normal(1, 37, heads, width), normal(1, 53, 1, width)
+            ids = torch.randint(-1, 54, (1, 37, 70), device="cuda", dtype=torch.int32)
+            for deterministic in (False, True):
+                out, _ = sparse_mla(q, kv, ids, scale=0.05, deterministic=deterministic, backend="tilelang")
+                torch.autograd.grad(out, (q, kv), torch.randn_like(out))
+
+
+OPS = {
+    "sparse_gqa": run_sparse_gqa,
+    "select_blocks": run_select_blocks,
+    "indexer_kl": run_indexer_kl,
+    "sparse_mla": run_sparse_mla,
+}
+
+if __name__ == "__main__":
+    for name in sys.argv[1:] or OPS:
+        OPS[name]()
+        torch.cuda.synchronize()
+        print(f"{name} ran")
