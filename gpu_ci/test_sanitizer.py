@@ -1,4 +1,4 @@
-"""compute-sanitizer over every kernel on small shapes. Guard regions around buffers are in each op's own tests as well."""
+"""compute-sanitizer over every kernel on small shapes; each op's own tests put guards around its buffers as well."""
 
 from __future__ import annotations
 
