@@ -73,8 +73,9 @@ def layer_results(layer: Any, hidden: Tensor, arguments: dict[str, Any], weight:
     out, _ = layer(hidden, **arguments)
     (out.float() * weight).sum().backward()
     gradients = {name: p.grad.clone() for name, p in layer.named_parameters() if p.grad is not None}
-    assert hidden.grad is not None
-    return {"out": out.detach(), "hidden": hidden.grad, **gradients}
+    if hidden.grad is not None:  # none where only the indexer trains
+        gradients["hidden"] = hidden.grad
+    return {"out": out.detach(), **gradients}
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["bshd", "thd"])
@@ -100,6 +101,7 @@ def test_layer_equals_the_chunked_path(
             stack.enter_context(inject_routes(layer, {n: list(passes) for n, passes in routes.items()}))
         stack.enter_context(only_chunked())
         want = layer_results(layer, hidden, arguments, weight)
+    assert ("hidden" in got) == (stage != "warmup")
     errors = relative_errors(want, got)
     assert max(errors.values()) < TOLERANCE, errors
 
@@ -118,7 +120,7 @@ def test_gpt_equals_the_chunked_path(device: torch.device) -> None:
         hidden_size=256,
         kv_channels=128,
         qsa_stage="sparse",
-        qsa_indexer_head_dim=64,
+        qsa_indexer_head_dim=128,
         qsa_indexer_budget=64,
     )
     model = build_gpt(config, get_qsa_module_spec_for_backend(config, CpuBackend()), vocab=512, seq=777)
