@@ -1,7 +1,7 @@
 """QSA attention beside its peers: times, ratios, peak memory and how far from the matrix ceiling, in one run.
 
     python -m gpu_ci.bench.qsa [--save] [--tokens 8192,16384,32768,65536,131072] [--kinds random,correlated]
-                               [--peers flash,bridge] [--seconds 300] [--plot FILE]
+                               [--peers flash,bridge] [--seconds 300]
 
 One document, 24 query and 2 KV heads of 256 channels, 512 blocks of 4 tokens. Always measured: ours and dense causal
 cuDNN SDPA. Peers: dense FlashAttention SDPA, and mcore-bridge's Triton kernels where that package is installed; its
@@ -348,26 +348,6 @@ class Bench:
             self.rows.append(results.row("qsa", case, what, value, "ms"))
 
 
-def plot(rows: list[dict[str, str]], path: str) -> None:
-    """Forward + backward over the length, both axes logarithmic."""
-    import matplotlib.pyplot as plt
-
-    lines: dict[str, list[tuple[int, float]]] = {}
-    for row in rows:
-        who, _, metric = row["metric"].partition(": ")
-        if metric == "forward + backward":
-            kind = next((f", {kind}" for kind in KINDS if kind in row["case"]), "")
-            tokens = int(row["case"].split("-")[0][1:])
-            lines.setdefault(who + kind, []).append((tokens, float(row["value"])))
-    figure, axes = plt.subplots(figsize=(7, 4.5))
-    for name, points in lines.items():
-        axes.loglog(*zip(*sorted(points)), marker="o", base=2, label=name)
-    axes.set_xlabel("tokens")
-    axes.set_ylabel("forward + backward, ms")
-    axes.legend()
-    figure.savefig(path, dpi=150, bbox_inches="tight")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--save", action="store_true", help="write the figures to results.csv")
@@ -375,7 +355,6 @@ def main() -> None:
     parser.add_argument("--kinds", default=",".join(KINDS))
     parser.add_argument("--peers", default=",".join(PEERS), help="any of flash, bridge; empty for none")
     parser.add_argument("--seconds", type=float, default=300.0, help="start nothing that would end later than this")
-    parser.add_argument("--plot", help="image file to draw the times into")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("this bench needs a CUDA device")
@@ -390,8 +369,6 @@ def main() -> None:
         print(line)
     if options.save:
         results.save(bench.rows)
-    if options.plot:
-        plot(bench.rows, options.plot)
 
 
 if __name__ == "__main__":
