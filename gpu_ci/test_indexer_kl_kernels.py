@@ -183,6 +183,17 @@ CASES = [
     Case(q_heads=4, kv_heads=1, dim=256, heads=8, channels=256),
     Case(q_heads=12, kv_heads=3, dim=128, dtype=torch.float16, scoring="relu-weights"),
     Case(topk=2048, ratio=1, q_heads=8, dim=128, lengths=(3000, 2100)),
+    *(
+        Case(topk=topk, ratio=ratio, heads=heads, q_heads=8, dim=128, scoring=scoring, lengths=lengths)
+        for topk, ratio, heads, scoring, lengths in (
+            (16, 4, 9, "relu", PACKED),
+            (300, 1, 64, "relu-weights", PACKED),
+            (2048, 1, 64, "relu-weights", (3000, 1100)),
+            (70, 2, 33, "linear-weights", PACKED),
+        )
+    ),
+    Case(topk=40, heads=12, channels=64, dim=64, scoring="linear"),
+    Case(everywhere=True, ratio=1, heads=64, q_heads=8, dim=128, scoring="relu-weights"),
     Case(everywhere=True),
     Case(everywhere=True, lengths=(1500, 2300, 3)),
     *(Case(everywhere=True, scoring=scoring, heads=3, channels=64, dim=64) for scoring in ("relu-weights", "linear")),
@@ -190,6 +201,9 @@ CASES = [
     Case(everywhere=True, q_heads=4, kv_heads=1, heads=8, channels=256, scoring="linear-weights"),
 ]
 EITHER = pytest.mark.parametrize("everywhere", [False, True], ids=["selected", "all"])
+KINDS = pytest.mark.parametrize(
+    "kind", [{}, {"heads": 20, "scoring": "relu"}, {"everywhere": True}], ids=["selected", "many-heads", "all"]
+)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -216,9 +230,9 @@ def test_sum_is_the_mean_times_the_number_that_counts() -> None:
     check(total.reference(), total.run(), Case())
 
 
-@EITHER
-def test_chunks_of_rows_do_not_matter_to_the_loss(everywhere: bool) -> None:
-    inputs = Inputs.random(Case(topk=64, lengths=(900, 700), everywhere=everywhere))
+@KINDS
+def test_chunks_of_rows_do_not_matter_to_the_loss(kind: dict[str, Any]) -> None:
+    inputs = Inputs.random(Case(topk=64, lengths=(900, 700), **kind))
     settings = inputs.settings
     want = indexer_kl_tilelang(*inputs.arguments, **settings)
     for row_chunk in (128, 512):
@@ -274,9 +288,9 @@ def test_order_of_ids_does_not_matter() -> None:
         torch.testing.assert_close(a.float(), b.float(), rtol=2e-2, atol=1e-6)
 
 
-@EITHER
-def test_rows_that_do_not_count_are_left_out(everywhere: bool) -> None:
-    inputs = Inputs.random(Case(everywhere=everywhere))
+@KINDS
+def test_rows_that_do_not_count_are_left_out(kind: dict[str, Any]) -> None:
+    inputs = Inputs.random(Case(**kind))
     out = ~inputs.settings["valid"]
     ref = inputs.run()
     inputs.q_idx[out] = torch.nan
@@ -289,10 +303,10 @@ def test_rows_that_do_not_count_are_left_out(everywhere: bool) -> None:
     assert not got[1][inputs.rows.pos < 0].any()
 
 
-@EITHER
-def test_no_blocks_and_no_mass_add_nothing(everywhere: bool) -> None:
+@KINDS
+def test_no_blocks_and_no_mass_add_nothing(kind: dict[str, Any]) -> None:
     """Rows without blocks, and rows whose tail took everything: all exponentials are 0."""
-    inputs = Inputs.random(Case(everywhere=everywhere), reduction="sum")
+    inputs = Inputs.random(Case(**kind), reduction="sum")
     inputs.settings["valid"] = None
     inputs.lse[::3] = 1e30
     loss, dq, dk = inputs.run()
@@ -305,10 +319,10 @@ def test_no_blocks_and_no_mass_add_nothing(everywhere: bool) -> None:
     assert loss == 0 and not dq.any() and not dk.any()
 
 
-@EITHER
+@KINDS
 @pytest.mark.parametrize("name", ["q_idx", "q", "k", "lse"])
-def test_checked_refuses_nan(name: str, everywhere: bool) -> None:
-    inputs = Inputs.random(Case(lengths=(300,), everywhere=everywhere))
+def test_checked_refuses_nan(name: str, kind: dict[str, Any]) -> None:
+    inputs = Inputs.random(Case(lengths=(300,), **kind))
     inputs.settings["valid"] = None
     indexer_kl(*inputs.arguments, **inputs.settings, backend="tilelang", checked=True)
     getattr(inputs, name)[100] = torch.nan
@@ -331,9 +345,9 @@ def test_strided_arguments_give_the_same() -> None:
         assert torch.equal(a, b)
 
 
-@EITHER
-def test_repeats_bit_for_bit_beside_other_work(everywhere: bool) -> None:
-    inputs = Inputs.random(Case(topk=512, lengths=(6000, 2000), everywhere=everywhere))
+@KINDS
+def test_repeats_bit_for_bit_beside_other_work(kind: dict[str, Any]) -> None:
+    inputs = Inputs.random(Case(topk=512, lengths=(6000, 2000), **kind))
     want = inputs.run()
     other, a = torch.cuda.Stream(), torch.randn(4096, 4096, device="cuda")
     for _ in range(20):
@@ -362,9 +376,9 @@ def test_never_waits_for_the_device_and_never_builds_for_other_lengths(everywher
         assert torch.equal(a, b)
 
 
-@EITHER
-def test_captured_in_a_graph(everywhere: bool) -> None:
-    case = Case(topk=64, lengths=(900,), everywhere=everywhere)
+@KINDS
+def test_captured_in_a_graph(kind: dict[str, Any]) -> None:
+    case = Case(topk=64, lengths=(900,), **kind)
     inputs, later = (Inputs.random(case, seed=seed) for seed in (0, 1))
     indexer_kl_tilelang(*inputs.arguments, **inputs.settings)
     graph = torch.cuda.CUDAGraph()
@@ -381,8 +395,8 @@ def test_captured_in_a_graph(everywhere: bool) -> None:
     assert torch.equal(want.k_blocks, got.k_blocks)
 
 
-@EITHER
-def test_writes_stay_inside_their_buffers(everywhere: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@KINDS
+def test_writes_stay_inside_their_buffers(kind: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Every tensor that the op allocates lies between guards, which are whole afterwards."""
     margin, sentinel, guarded = 4096, 77, []
     allocate = torch.empty
@@ -393,12 +407,12 @@ def test_writes_stay_inside_their_buffers(everywhere: bool, monkeypatch: pytest.
         guarded.append((everything, size))
         return everything[margin : margin + size].view(shape)
 
-    inputs = Inputs.random(Case(topk=64, lengths=(501, 300), everywhere=everywhere))
+    inputs = Inputs.random(Case(topk=64, lengths=(501, 300), **kind))
     want = inputs.run()
     monkeypatch.setattr("mcore_patches.ops.indexer_kl.tilelang_selected.new_empty", between_guards)
     for a, b in zip(want, inputs.run()):
         assert torch.equal(a, b)
-    assert len(guarded) >= (7 if everywhere else 10)
+    assert len(guarded) >= (7 if "everywhere" in kind else 10)
     for everything, size in guarded:
         assert (everything[:margin] == sentinel).all()
         assert (everything[margin + size :] == sentinel).all()
@@ -438,7 +452,7 @@ def test_declines_with_a_reason() -> None:
     changes: tuple[tuple[int, Any, str], ...] = (
         (4, None, "lse is None"),
         (0, inputs.q_idx.float(), "q_idx must be bfloat16 or float16"),
-        (0, inputs.q_idx.repeat(1, 9, 1), "heads of q_idx must be at most 8"),
+        (0, inputs.q_idx.repeat(1, 65, 1), "heads of q_idx must be at most 64"),
     )
     for place, value, reason in changes:
         arguments = list(inputs.arguments)

@@ -40,10 +40,17 @@ def indexer_kl_kernels(shape: Shape) -> dict[str, Callable[..., None]]:
         "gather": gather,
         "student": student,
         "blocks": blocks,
+        "many_heads": many_heads,
         "query_gradient": query_gradient,
         "key_gradient": key_gradient,
     }
-    plain: dict[str, Callable[..., None]] = {"mark": mark, "rank": rank, "locate": locate, "rows": rows}
+    plain: dict[str, Callable[..., None]] = {
+        "mark": mark,
+        "rank": rank,
+        "locate": locate,
+        "rows": rows,
+        "sum": add_parts,
+    }
     return plain | {name: functools.partial(kernel, shape) for name, kernel in of_shape.items()}
 
 
@@ -174,6 +181,30 @@ def blocks(
         if shape.weighted:
             factor = factor * weights[row]
         dk[block] += torch.einsum("ph,phd->d", factor, q[row].float())
+
+
+def many_heads(
+    shape: Shape, q: Tensor, k: Tensor, weights: Tensor, row_weight: Tensor, numbers: Tensor, mass: Tensor,
+    pairs: Tensor, kl: Tensor, dq: Tensor, dweights: Tensor, parts: Tensor, index_scale: float,
+) -> None:  # fmt: skip
+    pair_row, coefficient = torch.zeros(len(parts), dtype=torch.int32), torch.zeros(len(parts))
+    # As many heads do not fit a word of bits: what flows through them is worked out anew.
+    student(
+        shape, q, k, weights, row_weight, numbers, mass, pairs, kl, dq, dweights, pair_row, coefficient,
+        torch.zeros_like(pair_row), index_scale,
+    )  # fmt: skip
+    for row in range(len(q)):
+        for block, pair in zip(numbers[row].tolist(), pairs[row].tolist()):
+            if block >= 0:
+                through = (q[row].float() @ k[block].float() > 0).float() if shape.relu else torch.ones(shape.heads)
+                through = through * (weights[row] if shape.weighted else 1) * coefficient[pair]
+                parts[pair] = through @ q[row].float()
+
+
+def add_parts(parts: Tensor, counts: Tensor, ends: Tensor, times: Tensor, dk: Tensor) -> None:
+    for block, (count, end) in enumerate(zip(counts.tolist(), ends.tolist())):
+        mine = slice(end - count, end)
+        dk[block] += (parts[mine].float() * times[mine, None]).sum(dim=0)
 
 
 def rows(

@@ -9,10 +9,12 @@ from mcore_patches.ops.block_topk.design import REGISTERS
 from mcore_patches.ops.device import HOPPER, HOPPER_SHARED_BYTES
 from mcore_patches.ops.indexer_kl.design import (
     CHUNK_BYTES,
+    MANY_HEADS_THREADS,
     QUERY_GRADIENT_ROWS,
     ROWS_PER_WORD,
     STUDENT_THREADS,
     Shape,
+    many_heads_shared_bytes,
     rows_at_once,
     rows_of_all_blocks,
     shape_of,
@@ -43,6 +45,9 @@ REAL: dict[str, Any] = {
 }
 LARGE = {"heads": 8, "channels": 256, "topk": 4096, "ratio": 1, "q_heads": 32, "kv_heads": 1, "dim": 128}
 SMALL = {"heads": 3, "channels": 64, "q_heads": 2, "dim": 64, "ratio": 16, "dtype": torch.float16, "relu": False}
+
+
+TOKENS = {"heads": 64, "ratio": 1, "topk": 2048, "q_heads": 16, "dim": 128, "weighted": True}  # DSA's indexer
 
 
 def shape_with(**changes: Any) -> Shape:
@@ -81,6 +86,21 @@ def test_student_fits(changes: dict[str, Any], arch: str) -> None:
     assert report.spilled == 0
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [TOKENS, {"heads": 9, "channels": 64, "topk": 4096, "relu": False}],
+    ids=["tokens", "nine-linear"],
+)
+def test_student_of_many_heads_fits(changes: dict[str, Any]) -> None:
+    shape = shape_with(**changes)
+    report = report_of(shape, "many_heads")
+    assert report.shared_bytes <= many_heads_shared_bytes(shape) <= HOPPER_SHARED_BYTES
+    assert report.registers * MANY_HEADS_THREADS * 2 <= REGISTERS
+    assert report.spilled == 0
+    assert report.warnings == ()
+    assert report_of(shape, "sum").spilled == 0
+
+
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
 @pytest.mark.parametrize("name", ["union", "gather", "blocks", "mark", "rank", "locate"])
 def test_other_kernels_fit(name: str, arch: str) -> None:
@@ -96,7 +116,11 @@ def test_rows_kernel_fits(arch: str) -> None:
     assert report.spilled == 0
 
 
-@pytest.mark.parametrize("changes", [{}, LARGE | {"topk": None, "weighted": True}], ids=["real", "large-weights"])
+@pytest.mark.parametrize(
+    "changes",
+    [{}, LARGE | {"topk": None, "weighted": True}, LARGE | {"topk": None, "weighted": True, "heads": 64}],
+    ids=["real", "large-weights", "64-heads"],
+)
 @pytest.mark.parametrize("name", ["query_gradient", "key_gradient"])
 def test_gradient_kernels_fit(name: str, changes: dict[str, Any]) -> None:
     report = report_of(shape_with(**({"topk": None} | changes)), name)
@@ -129,7 +153,15 @@ def test_slots_are_what_fits_beside_the_queries(q_heads: int, dim: int, slots: i
         ({"channels": 96}, "channels of q_idx must be one of 64, 128, 256, got 96"),
         ({"dim": 192}, "channels of q must be one of 64, 128, 256, got 192"),
         ({"ratio": 3}, "ratio must be one of 1, 2, 4, 8, 16, got 3"),
-        ({"heads": 9}, "heads of q_idx must be at most 8, got 9"),
+        ({"heads": 65}, "heads of q_idx must be at most 64, got 65"),
+        (
+            {"heads": 9, "index_dtype": torch.float16},
+            "q_idx must be bfloat16 where block_ids are given and q_idx has more",
+        ),
+        (
+            {"heads": 9, "channels": 256},
+            "must be at most 128 where block_ids are given and q_idx has more than 8 heads",
+        ),
         ({"topk": 4097}, "columns of block_ids must be at most 4096, got 4097"),
         ({"q_heads": 33, "kv_heads": 1}, "query heads of one key head must be at most 32, got 33"),
         ({"q_heads": 64}, "too few for 64 heads of 256"),
@@ -149,6 +181,10 @@ def test_chunks_are_bounded_and_whole_words() -> None:
             assert at_once - ROWS_PER_WORD < rows
             assert (at_once - ROWS_PER_WORD) * topk * 4 * (8 + 9 * masses) <= CHUNK_BYTES
     assert rows_at_once(262144, 512, 65536, 1) > 8192
+    shape = shape_with(**TOKENS)
+    at_once = rows_at_once(65536, 2048, 65536, 1, shape.part_bytes)
+    assert at_once > 512
+    assert (at_once - ROWS_PER_WORD) * 2048 * (4 * 17 + 2 * shape.channels) <= CHUNK_BYTES
     for rows, width in ((1, 128), (700, 256), (65536, 16384), (262144, 65536)):
         at_once = rows_of_all_blocks(rows, width, 1)
         assert at_once % QUERY_GRADIENT_ROWS == 0

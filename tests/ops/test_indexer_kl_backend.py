@@ -77,7 +77,7 @@ def test_takes_both_stages(block_ids: Any) -> None:
     ("changes", "settings", "reason"),
     [
         ({"lse": None}, {}, "lse is None"),
-        ({"q_idx": torch.zeros(99, 9, 64).bfloat16()}, {}, "heads of q_idx must be at most 8, got 9"),
+        ({"q_idx": torch.zeros(99, 65, 64).bfloat16()}, {}, "heads of q_idx must be at most 64, got 65"),
         ({"q_idx": torch.zeros(99, 2, 64)}, {}, "q_idx must be bfloat16 or float16, got float32"),
         ({"q_idx": torch.zeros(99, 2, 64).half(), "block_ids": None}, {}, "must be bfloat16 where block_ids is None"),
         ({"k_blocks": torch.zeros(0, 64).bfloat16()}, {}, "there is nothing to compare"),

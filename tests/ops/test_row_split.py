@@ -28,7 +28,9 @@ RESULTS = ("loss", "dq_idx", "dk_blocks", "dweights")
 Call = dict[str, Any]
 
 
-def kl_call(stage: int, lengths: list[int], dtype: torch.dtype, channels: int, *, given_lse: bool = True) -> Call:
+def kl_call(
+    stage: int, lengths: list[int], dtype: torch.dtype, channels: int, *, given_lse: bool = True, heads: int = 3
+) -> Call:
     """Arguments of `indexer_kl`, with all heads, that one process takes."""
     rows = rows_of(lengths, RATIO, padding=2)
     number = len(rows.pos)
@@ -42,7 +44,7 @@ def kl_call(stage: int, lengths: list[int], dtype: torch.dtype, channels: int, *
     wide = q.double(), k.double(), k.double()
     lse = sparse_gqa(*wide, ids, rows.pos, rows.start, scale=scale, block_size=RATIO)[1] if given_lse else None
     return {
-        "q_idx": normal(number, 3, channels),
+        "q_idx": normal(number, heads, channels),
         "k_blocks": normal(num_blocks_of(lengths, RATIO), channels),
         "q": q,
         "k": k,
@@ -53,7 +55,7 @@ def kl_call(stage: int, lengths: list[int], dtype: torch.dtype, channels: int, *
         "row_block_start": rows.block_start,
         "scale": scale,
         "ratio": RATIO,
-        "weights": torch.rand(number, 3, dtype=torch.float64 if dtype == torch.float64 else torch.float32),
+        "weights": torch.rand(number, heads, dtype=torch.float64 if dtype == torch.float64 else torch.float32),
         "valid": torch.rand(number) > 0.2,
         "reduction": "mean",
     }
@@ -101,11 +103,12 @@ def test_pieces_cover_the_rows_without_overlap() -> None:
     assert split_rows(slice(3, 9), None, multiple=4).own == slice(3, 9)
 
 
+@pytest.mark.parametrize("heads", [3, 11])
 @pytest.mark.parametrize("stage", [1, 2], ids=["stage1", "stage2"])
-def test_calls_of_the_kernels_in_one_process(stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_of_the_kernels_in_one_process(stage: int, heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """What holds up the same calls by several ranks below: chunks, gradients and their rows."""
     take_cpu_tensors(monkeypatch, HOPPER)
-    call = kl_call(stage, LONG, torch.bfloat16, 64)
+    call = kl_call(stage, LONG, torch.bfloat16, 64, heads=heads)
     settings = {"index_scale": 0.3, "relu": True, "tp_group": None}
     expected = undispatched(indexer_kl_chunked, in_double(call))
     for row_chunk in (None, 128):

@@ -24,7 +24,10 @@ KEY_GRADIENT_ROWS = 64  # of a step of the keys'
 DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
 DIMS = (64, 128, 256)
 RATIOS = (1, 2, 4, 8, 16)
-MOST_INDEX_HEADS = 8  # whose queries a thread of the student holds in registers
+FEW_INDEX_HEADS = 8  # whose queries a thread of the student holds in registers
+MANY_HEADS = 64  # that more are padded to, for the matrix units
+MANY_HEADS_KEYS = 64  # of a step of theirs, for one warpgroup
+MANY_HEADS_THREADS = 128
 MOST_COLUMNS = 256  # of a matrix unit
 MOST_TOPK = 4096
 CHUNK_BYTES = 512 * 2**20  # of what is kept for a chunk of rows
@@ -47,6 +50,17 @@ class Shape:
     weighted: bool
     relu: bool
     ranks: bool
+
+    @property
+    def many_heads(self) -> bool:
+        """Whether selected blocks are multiplied by the matrix units, and a pair's part of its block's gradient is kept
+        whole."""
+        return self.capacity > 0 and self.heads > FEW_INDEX_HEADS
+
+    @property
+    def part_bytes(self) -> int:
+        """What is kept whole of a pair."""
+        return 2 * self.channels if self.many_heads else 0
 
     @property
     def masses_of_a_block(self) -> int:
@@ -88,12 +102,18 @@ def shape_of(
         if number not in allowed:
             return f"{what} must be one of {', '.join(map(str, allowed))}, got {number}"
     for what, number, most in (
-        ("heads of q_idx", heads, MOST_INDEX_HEADS),
+        ("heads of q_idx", heads, MANY_HEADS),
         ("columns of block_ids", topk or 0, MOST_TOPK),
         ("query heads of one key head", q_heads // kv_heads, MOST_COLUMNS // TILE_ROWS),
     ):
         if number > most:
             return f"{what} must be at most {most}, got {number}"
+    if topk is not None and heads > FEW_INDEX_HEADS:
+        what = f"where block_ids are given and q_idx has more than {FEW_INDEX_HEADS} heads, got"
+        if index_dtype != torch.bfloat16:
+            return f"q_idx must be bfloat16 {what} {str(index_dtype).removeprefix('torch.')}"
+        if channels > 128:
+            return f"channels of q_idx must be at most 128 {what} {channels}"
     if arch != HOPPER:
         return f"the kernels are written for {HOPPER}, this GPU is {arch}"
     if teacher_slots(shared_bytes, q_heads, dim) < 2:
@@ -139,14 +159,21 @@ def student_blocks_per_sm(shape: Shape) -> int:
     return min(by_memory, 3 if shape.heads <= 4 else 1)
 
 
-def rows_at_once(rows: int, topk: int, num_blocks: int, masses: int) -> int:
+def many_heads_shared_bytes(shape: Shape) -> int:
+    """Shared memory of the student of many heads: queries, keys, gradient of the scores; block, number and score of
+    each slot; weights and a few sums."""
+    vectors = (MANY_HEADS + MANY_HEADS_KEYS) * shape.channels + MANY_HEADS * MANY_HEADS_KEYS
+    return 2 * vectors + 4 * (3 * shape.capacity + MANY_HEADS + MANY_HEADS_THREADS) + 2 * ALIGNMENT
+
+
+def rows_at_once(rows: int, topk: int, num_blocks: int, masses: int, part_bytes: int = 0) -> int:
     """Rows whose pairs with blocks are kept at once: whole words of bits.
 
     Of each pair the block, its place in the union, its number, row, coefficient, heads and multiplicity, and `masses`;
-    its token in the list of the tile and, for each row of the tile, `masses`. Of each row bits and counts for every
-    block.
+    its token in the list of the tile and, for each row of the tile, `masses`; and `part_bytes`. Of each row bits and
+    counts for every block.
     """
-    row_bytes = topk * 4 * (8 + masses * (TILE_ROWS + 1)) + 2 * 4 * num_blocks // ROWS_PER_WORD
+    row_bytes = topk * (4 * (8 + masses * (TILE_ROWS + 1)) + part_bytes) + 2 * 4 * num_blocks // ROWS_PER_WORD
     most = min(CHUNK_BYTES // row_bytes, rows)
     return max(1, -(-most // ROWS_PER_WORD)) * ROWS_PER_WORD
 

@@ -48,7 +48,7 @@ def supports(
     if fault := import_fault():
         return False, fault
     if lse is None:
-        return False, "lse is None: the kernels do not compute the attention's"
+        return False, "lse is None: the kernels do not compute the attention's, hand over what it returned"
     if min(len(q), len(k), len(k_blocks)) == 0:
         sizes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, k_blocks {tuple(k_blocks.shape)}"
         return False, f"there is nothing to compare: {sizes}"

@@ -36,14 +36,12 @@ def specifications(shape: Shape, shared_bytes: int) -> dict[str, Specification]:
     attention["slots"] = teacher_slots(shared_bytes, shape.q_heads, shape.dim)
     found = {"teacher": _specification("teacher", attention)}
     if shape.capacity:
-        typed = index | {"dtype": shape.index_dtype}
-        row = {"capacity": shape.capacity, "relu": shape.relu, "blocks_per_sm": student_blocks_per_sm(shape)}
+        row = {"capacity": shape.capacity, "relu": shape.relu}
         return found | {
             "union": _specification("union", {"ratio": shape.ratio}),
             "gather": _specification("gather", {"width": shape.masses_of_a_block}),
-            "student": _specification("student", typed | row),
-            "blocks": _specification("blocks", typed),
             **{name: (_ORDER, f"{name}_kernel", {}) for name in ("mark", "rank", "locate")},
+            **(_many_heads(shape, index | row) if shape.many_heads else _few_heads(shape, index, row)),
         }
     tiles = gradient_tiles(shape.channels)
     index["relu"] = shape.relu
@@ -53,6 +51,21 @@ def specifications(shape: Shape, shared_bytes: int) -> dict[str, Specification]:
             "query_gradient", index | {"tile_blocks": tiles.blocks, "stages": tiles.stages}
         ),
         "key_gradient": _specification("key_gradient", index | {"slots": tiles.slots}),
+    }
+
+
+def _few_heads(shape: Shape, index: dict[str, Any], row: dict[str, Any]) -> dict[str, Specification]:
+    typed = index | {"dtype": shape.index_dtype}
+    return {
+        "student": _specification("student", typed | row | {"blocks_per_sm": student_blocks_per_sm(shape)}),
+        "blocks": _specification("blocks", typed),
+    }
+
+
+def _many_heads(shape: Shape, arguments: dict[str, Any]) -> dict[str, Specification]:
+    return {
+        "many_heads": _specification("many_heads", arguments),
+        "sum": (_ORDER, "sum_kernel", {"width": shape.channels, "parts_of_entry": 1}),
     }
 
 

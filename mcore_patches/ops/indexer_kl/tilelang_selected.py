@@ -5,6 +5,7 @@ gather               row's own
 mark, rank, locate   number the pairs of rows and blocks by block, then by row
 student              a row's KL, its query's gradient, and what each of its pairs adds to its block's
 blocks               adds that up, pair after pair
+many_heads, sum      in the place of student and blocks, for more than 8 heads
 
 Every sum has one order, so repeated calls give the same bits. The ranks of a tensor-parallel group run the first line
 for all rows of a chunk, each with its own heads, and the others for the rows that are theirs.
@@ -88,10 +89,12 @@ def over_selected_blocks(
     run = kernels(device, shape)
     new = functools.partial(new_empty, device=k.device)
     sums = new_sums(rows, k_blocks, new)
-    at_once = rows_at_once(num_rows, topk, num_blocks, shape.masses_of_a_block) if row_chunk is None else row_chunk
+    at_once = row_chunk
+    if at_once is None:
+        at_once = rows_at_once(num_rows, topk, num_blocks, shape.masses_of_a_block, shape.part_bytes)
     teacher = _Teacher(run, shape, at_once, topk, new)
     most = split_rows(slice(0, at_once), tp_group, multiple=ROWS_PER_WORD).each
-    pairs = _Pairs(run, most, topk, num_blocks, new)
+    pairs = _Pairs(run, shape, most, topk, num_blocks, new)
     # A kernel that leaves an argument alone wants one with an address all the same.
     no_weights = new(1, shape.heads, dtype=torch.float32)
     for chunk in chunks(num_rows, at_once):
@@ -102,7 +105,7 @@ def over_selected_blocks(
             here = rows[own]
             weights = no_weights if here.weights is None else here.weights
             numbers = pairs.number(blocks)
-            run["student"](
+            run["many_heads" if shape.many_heads else "student"](
                 here.q_idx,
                 k_blocks,
                 weights,
@@ -116,7 +119,7 @@ def over_selected_blocks(
                 *pairs.contributions,
                 index_scale,
             )
-            run["blocks"](here.q_idx, weights, pairs.of_block, pairs.ends, *pairs.contributions, sums.k_blocks)
+            pairs.add_up(here.q_idx, weights, sums.k_blocks)
         sums.share_(split)
     sum_over_ranks_(sums.k_blocks, tp_group)
     return sums
@@ -175,27 +178,39 @@ class _Teacher:
 class _Pairs:
     """The pairs of a chunk's rows with the blocks that they select, in the order of blocks, then of rows.
 
-    of_block, ends: how many pairs a block has, and how many it and all before it. contributions: of each pair the row,
-    a coefficient and heads, as `tilelang_blocks` reads them.
+    contributions: of each pair the row, a coefficient and heads, as `tilelang_blocks` reads them; for many heads what
+    the pair adds to the block's gradient.
     """
 
     def __init__(
-        self, run: Mapping[str, Any], rows: int, topk: int, num_blocks: int, new: Callable[..., Tensor]
+        self, run: Mapping[str, Any], shape: Shape, rows: int, topk: int, num_blocks: int, new: Callable[..., Tensor]
     ) -> None:
-        self._run = run
+        self._run, self._whole = run, shape.many_heads
         ints = functools.partial(new, dtype=torch.int32)
         words = rows // ROWS_PER_WORD
         self._bits, self._before, self._times = ints(words, num_blocks), ints(words, num_blocks), ints(rows * topk)
         self._numbers = ints(rows, topk)
-        self.of_block = self.ends = ints(num_blocks)
-        self.contributions = ints(rows * topk), new(rows * topk, dtype=torch.float32), ints(rows * topk)
+        # How many pairs a block has, and how many it and all before it.
+        self._of_block = self._ends = ints(num_blocks)
+        self.contributions: tuple[Tensor, ...]
+        if self._whole:
+            self.contributions = (new(rows * topk, shape.channels, dtype=torch.bfloat16),)
+        else:
+            self.contributions = ints(rows * topk), new(rows * topk, dtype=torch.float32), ints(rows * topk)
 
     def number(self, blocks: Tensor) -> Tensor:
         """The number of each pair of blocks [R, K], -1 where there is none."""
         words = slice(0, -(-len(blocks) // ROWS_PER_WORD))
         bits, before, numbers = self._bits[words].zero_(), self._before[words], self._numbers[: len(blocks)]
         self._run["mark"](blocks, bits)
-        self._run["rank"](bits, before, self.of_block)
-        self.ends = self.of_block.cumsum(0, dtype=torch.int32)
-        self._run["locate"](blocks, bits, before, self.of_block, self.ends, numbers, self._times.zero_())
+        self._run["rank"](bits, before, self._of_block)
+        self._ends = self._of_block.cumsum(0, dtype=torch.int32)
+        self._run["locate"](blocks, bits, before, self._of_block, self._ends, numbers, self._times.zero_())
         return numbers
+
+    def add_up(self, q_idx: Tensor, weights: Tensor, dk: Tensor) -> None:
+        """Add to the blocks' gradients what the pairs contribute, pair after pair."""
+        if self._whole:
+            self._run["sum"](*self.contributions, self._of_block, self._ends, self._times, dk)
+        else:
+            self._run["blocks"](q_idx, weights, self._of_block, self._ends, *self.contributions, dk)
