@@ -88,7 +88,8 @@ def many_heads_kernel(*, heads: int, channels: int, capacity: int, weighted: boo
             # Rows that do not count may hold anything.
             rounds = T.if_then_else(counts != 0, T.ceildiv(topk, KEYS), 0)
             T.fill(dq_sum, 0)
-            T.fill(dw_sum, 0)
+            if weighted:
+                T.fill(dw_sum, 0)
             divergence[0] = 0
 
             for s in T.serial(capacity // THREADS):
