@@ -475,6 +475,7 @@ def test_backends():
         ({"checked": None}, TypeError, "checked must be a bool, got None"),
         ({"index_scale": -1.0}, ValueError, r"index_scale must be finite and above 0, got -1\.0"),
         ({"index_scale": "1"}, TypeError, "index_scale must be a number, got '1'"),
+        ({"tp_group": "tp"}, TypeError, "tp_group must be a torch.distributed.ProcessGroup, got str"),
     ],
 )
 def test_wrong_arguments(change, error, message):

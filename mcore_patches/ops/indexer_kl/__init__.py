@@ -90,8 +90,9 @@ def indexer_kl(
         relu: apply relu to each head's product of the student.
         valid: [Tq] bool, rows that count; None is all. Padding never counts.
         reduction: "sum", or "mean" over the rows that count, those without blocks included.
-        tp_group: ranks that hold different heads of q and k and the same of all else. P is summed over them before the
-            maximum; every rank returns the same loss and the full gradients.
+        tp_group: ranks that hold different heads of q and k and the same of all else, and that all call alike. P is
+            summed over them before the maximum, and each does the student's work for a part of the rows; every rank
+            returns the same loss and the full gradients.
         backend: "auto", "naive", "chunked" or "tilelang".
         checked: look at values too, which makes the host wait for the device: rows outside k or k_blocks, repeated ids
             and NaN raise.
