@@ -1,7 +1,7 @@
 """QSA attention beside its peers: times, ratios, peak memory and how far from the matrix ceiling, in one run.
 
-    python -m gpu_ci.bench.qsa [--save] [--tokens 8192,16384,32768,65536,131072] [--kinds random,correlated]
-                               [--peers flash,bridge] [--seconds 300]
+    python -m gpu_ci.bench.qsa [--save] [--tokens 8192,16384,32768,49152,65536,131072,262144]
+                               [--kinds random,correlated] [--peers flash,bridge] [--seconds 300]
 
 One document, 24 query and 2 KV heads of 256 channels, 512 blocks of 4 tokens. Always measured: ours and dense causal
 cuDNN SDPA. Peers: dense FlashAttention SDPA, and mcore-bridge's Triton kernels where that package is installed; its
@@ -292,7 +292,14 @@ class Bench:
             flash = self.timed("flash", tokens, 2, lambda: dense(tokens, SDPBackend.FLASH_ATTENTION))
             if flash is not None:
                 self.add(case, "dense FlashAttention", flash, attended_tokens(tokens, None))
-        self.extra(case, "select_blocks", self.timed("select", tokens, 2, lambda: select_ms(tokens)))
+        select = self.timed("select", tokens, 2, lambda: select_ms(tokens))
+        self.extra(case, "select_blocks", select)
+        if isinstance(select, float):
+            pairs = int((torch.arange(1, tokens + 1) // RATIO).sum())
+            floor = 2 * pairs * INDEX_HEADS * INDEX_DIM / self.ceiling / 1e9
+            self.rows.append(
+                results.row("qsa", case, "select_blocks / its products at the matrix ceiling", select / floor, "")
+            )
         for kind in self.kinds:
             self.kind(tokens, kind, dense_timing)
 
@@ -351,7 +358,7 @@ class Bench:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--save", action="store_true", help="write the figures to results.csv")
-    parser.add_argument("--tokens", default="8192,16384,32768,65536,131072,262144")
+    parser.add_argument("--tokens", default="8192,16384,32768,49152,65536,131072,262144")
     parser.add_argument("--kinds", default=",".join(KINDS))
     parser.add_argument("--peers", default=",".join(PEERS), help="any of flash, bridge; empty for none")
     parser.add_argument("--seconds", type=float, default=300.0, help="start nothing that would end later than this")
