@@ -75,6 +75,7 @@ def row_of(entry: Entry, outcome: Outcome, counters: Counters) -> Row:
         targets=tuple(targets),
         counters=counters.as_dict(),
         source=entry.source,
+        note=patch.note if patch and outcome.state in (*IN_PLACE, State.PENDING) else "",
     )
 
 

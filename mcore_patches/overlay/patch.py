@@ -166,6 +166,7 @@ class Patch:
 
     upstream: reference to the pull request or issue, e.g. "NVIDIA/Megatron-LM#7617".
     delete_when: how to tell that the patch can go.
+    note: what a reader of the report has to know while the patch is in place, e.g. that something must be opted in to.
     releases: the half-open range of megatron-core releases it is for; known text overrules it.
     probe: tells whether text that is not known has the fix; it may only ever say "fixed". None: unknown text stays.
     needs_patches, needs_packages: ids, and importable top-level names, without which the patch is useless.
@@ -188,6 +189,7 @@ class Patch:
     late_safe: bool = False
     instances_of: tuple[str, ...] = ()
     health: Callable[[Probing], str | None] | None = None
+    note: str = ""
 
     def __post_init__(self) -> None:
         if not isinstance(self.id, str) or not _ID.fullmatch(self.id) or self.id in RESERVED:

@@ -35,7 +35,7 @@ class TargetRow:
 
 @dataclass(frozen=True)
 class Row:
-    """One patch. decision: what apply_patches() would do now, for a state that is NOT_APPLIED."""
+    """One patch. decision: what apply_patches() would do now, for a state that is NOT_APPLIED. note: only in place."""
 
     id: str
     state: State
@@ -48,6 +48,7 @@ class Row:
     targets: tuple[TargetRow, ...] = ()
     counters: dict[str, Any] = field(default_factory=dict)
     source: str = "mcore_patches"
+    note: str = ""
 
 
 @dataclass(frozen=True)
@@ -105,6 +106,7 @@ class Report:
             state = f"{r.state} (would be {r.decision})" if r.decision else str(r.state)
             lines.append(f"{r.id:<{width}}  {state}  {r.upstream}")
             lines += _wrapped("reason", r.reason)
+            lines += _wrapped("note", r.note)
             for t in r.targets:
                 lines += _wrapped(
                     "target", f"{t.name}: {t.before or 'not imported'}" + (f" -> {t.after}" if t.after else "")

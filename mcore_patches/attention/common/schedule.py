@@ -41,7 +41,7 @@ class AfterForward:
         layers: list[IndexedLayer] = [layer for layer in (ref() for ref in self._found[model]) if layer is not None]
         if not layers:
             return
-        first = _first_tensor(output)
+        first = first_tensor(output)
         scale = schedule_scale(config, num_microbatches, first.device)
         for layer in layers:
             layer.loss_scale.value = scale
@@ -50,7 +50,8 @@ class AfterForward:
             layer.routes.settle(keep=first.requires_grad)
 
 
-def _first_tensor(output: Any) -> torch.Tensor:
+def first_tensor(output: Any) -> torch.Tensor:
+    """The first of a model's outputs."""
     while not isinstance(output, torch.Tensor):
         output = next(iter(output.values() if isinstance(output, dict) else output))
     return output
