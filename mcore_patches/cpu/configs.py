@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 import torch
+from megatron.core.package_info import MAJOR, MINOR
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 __all__ = ["dsa_config", "gpt_config", "mla_config", "nope_dsa_config"]
@@ -81,7 +82,9 @@ def dsa_config(
     known = _field_names(MLATransformerConfig)
     if cp > 1:
         defaults["cp_comm_type"] = "allgather"
-    if dtype == "fp32" and "dsa_indexer_rotate_activation" in known:
+    # The switch is 0.19's; on older releases the patch dsa_parallel adds it, for configs that opt in.
+    has_switch = (MAJOR, MINOR) >= (0, 19) or fields.get("dsa_kernel_backend", "none") != "none"
+    if dtype == "fp32" and "dsa_indexer_rotate_activation" in known and has_switch:
         defaults["dsa_indexer_rotate_activation"] = False
     config = _build(MLATransformerConfig, defaults, fields)
     if kernel_backend != "none":

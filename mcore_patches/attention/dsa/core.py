@@ -79,6 +79,7 @@ class DSAttention(MegatronModule):
             if not trains_indexer(config):
                 # DDP waits for the gradient of every parameter that requires one.
                 self.indexer.requires_grad_(False)
+        self.built_to_train = trains_indexer(config)
         self.routes = PassQueue("DSA")
         self.loss_scale = LossScale()
 
@@ -172,6 +173,11 @@ class DSAttention(MegatronModule):
             raise ValueError(f"attn_mask_type={attn_mask_type}: DSA is causal, must be AttnMaskType.causal")
         if self.indexer is not None:
             self.indexer.check_config()
+        if self.training and trains_indexer(self.config) and not self.built_to_train:
+            raise ValueError(
+                f"dsa_indexer_loss_coeff={self.config.dsa_indexer_loss_coeff}, but the model was built without the "
+                f"indexer's loss, so that its parameters require no gradients: build it again and load the weights"
+            )
 
     def _layout(self, query: Tensor, key: Tensor, attention_mask: Tensor | None, packed_seq_params: Any) -> TokenLayout:
         cp_group = self.pg_collection.cp

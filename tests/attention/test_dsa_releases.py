@@ -1,0 +1,58 @@
+"""DSA of this package on the releases without it, in every parallel layout, against the DSA of 0.19 in one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from mcore_patches.cpu.launch import run
+from tests import releases
+from tests.attention.dsa_tiny import CASES, FEW, REFERENCE
+
+OLDER = tuple(release for release in releases.RELEASES if not releases.at_least(release, "0.19.0"))
+OLDEST = OLDER[0]
+# Several processes on two cores take long: make test-thorough runs the other releases.
+OLDEST_FIRST = pytest.mark.parametrize(
+    "release", [pytest.param(r, marks=() if r == OLDEST else pytest.mark.thorough) for r in OLDER]
+)
+pytestmark = pytest.mark.xdist_group("dsa")
+
+
+@pytest.fixture(scope="module")
+def expected() -> dict[str, Any]:
+    (outcomes,) = run("tests.attention.dsa_tiny:reference", release=releases.path(REFERENCE), args=[list(CASES)])
+    assert outcomes.keys() == CASES.keys()
+    for name, (_, gradients, tracked) in outcomes.items():
+        trains = "no loss" not in name
+        assert any(tracked) == trains, (name, tracked)
+        assert any(".indexer." in n and g.any() for n, g in gradients.items()) == trains, name
+    return outcomes
+
+
+def _cases(function: str, release: str, nprocs: int, *args: object) -> dict[str, object]:
+    """Run the cases of one function on every rank; their names and what they measured, on rank 0."""
+    target = f"tests.attention.dsa_cases:{function}"
+    first, *others = run(target, nprocs=nprocs, release=releases.path(release), args=args)
+    assert all(other.keys() == first.keys() for other in others)
+    return first
+
+
+@pytest.mark.parametrize("release", OLDER)
+def test_one_process(release: str, expected: dict[str, Any]) -> None:
+    full = release == OLDEST
+    cases = _cases("one_process", release, 1, expected, full)
+    assert {*(CASES if full else FEW), "THD, recompute full", "THD, recompute core", "refusals", "MTP"} <= set(cases)
+
+
+@OLDEST_FIRST
+def test_two_ranks_equal_one(release: str, expected: dict[str, Any]) -> None:
+    cases = _cases("two_processes", release, 2, expected, release == OLDER[-1])
+    for layout in ("TP2-SP", "CP2"):
+        assert {f"{layout}-BSHD-core", f"{layout}-THD-full", f"{layout}, per token"} <= set(cases)
+
+
+@OLDEST_FIRST
+def test_four_ranks_equal_one(release: str, expected: dict[str, Any]) -> None:
+    cases = _cases("four_processes", release, 4, expected, release == OLDER[-1])
+    assert {"TP2-CP2-BSHD-core", "TP2-CP2-THD-full"} <= set(cases)
