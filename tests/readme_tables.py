@@ -1,4 +1,4 @@
-"""The tables of README.md that are made, not written: patches by release, measured figures, QSA's fields and support.
+"""The tables of README.md that are made, not written: patches by release, figures, fields and support of QSA and DSA.
 
     python -m tests.readme_tables      # puts them into README.md, between their markers
 
@@ -18,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from mcore_patches.attention import dsa
 from mcore_patches.attention.qsa import fields_markdown, support_matrix_markdown
 from tests import releases
 
@@ -117,6 +118,8 @@ TABLES: dict[str, Callable[[list[str]], str]] = {
     "ratios": ratios_table,
     "qsa-fields": lambda _: fields_markdown(),
     "qsa-support": lambda _: support_matrix_markdown(),
+    "dsa-fields": lambda _: dsa.fields_markdown(),
+    "dsa-support": lambda _: dsa.support_markdown(),
 }
 
 

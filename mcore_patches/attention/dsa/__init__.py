@@ -13,10 +13,20 @@ from typing import Any
 _HOMES = {
     "AbsorbedMLASelfAttention": "absorbed",
     "AbsorbedMLASelfAttentionSubmodules": "absorbed_submodules",
+    "DSAIndexer": "indexer",
+    "DSAttention": "core",
+    "FIELDS": "config",
     "LatentAttention": "absorbed_core",
+    "discard_saved_routes": "schedule",
+    "dsa_layers": "schedule",
+    "fields_markdown": "config",
     "get_absorbed_mla_module_spec_for_backend": "absorbed_spec",
+    "get_dsa_module_spec_for_backend": "spec",
     "set_checkpoint_layout": "absorbed_checkpoint",
+    "support_markdown": "support",
+    "uses_dsa": "config",
     "with_absorbed_mla": "absorbed_spec",
+    "with_dsa_attention": "spec",
 }
 
 __all__ = sorted(_HOMES)
