@@ -313,7 +313,9 @@ def test_start_up_file(tmp_path):
         done = subprocess.run(
             [tmp_path / "bin" / "python", "-c", code], env=environment, capture_output=True, text=True
         )
-        assert (done.returncode, done.stderr) == (0, "")
+        # Patches for older releases say that they have nothing to do here.
+        said = [line for line in done.stderr.splitlines() if ": UPSTREAM_FIXED: " not in line]
+        assert (done.returncode, said) == (0, [])
         return done.stdout.strip()
 
     assert state() == "False"

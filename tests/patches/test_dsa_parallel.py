@@ -131,8 +131,9 @@ def _opt_in_is_checked(config_class: Any) -> None:
         with pytest.raises(ValueError, match=message):
             config_class(**{**PLAIN, **OPT_IN, **settings})
     # Upstream's own check still runs, and leaves the variant in place.
-    with pytest.raises(ValueError, match=r"num_query_groups|must be divisible|must be a multiple"):
-        config_class(**{**PLAIN, **OPT_IN, "num_attention_heads": 3, "num_query_groups": 2})
+    odd = {"num_attention_heads": 3, "tensor_model_parallel_size": 2, "sequence_parallel": True}
+    with pytest.raises(ValueError, match=r"num_attention_heads \(3\) must be a multiple of"):
+        config_class(**{**PLAIN, **OPT_IN, **odd})
 
 
 def _without_the_opt_in(config_class: Any, release: str) -> None:
@@ -141,7 +142,7 @@ def _without_the_opt_in(config_class: Any, release: str) -> None:
     backend = importlib.import_module("megatron.core.models.backends").LocalSpecProvider
     plain = config_class(**PLAIN)
     # The local backend has no duplicated linear layer.
-    backend = type("Backend", (backend,), {"linear": lambda self: backend.column_parallel_linear(self)})()
+    backend = type("Backend", (backend,), {"linear": lambda self: self.column_parallel_linear()})()
     assert specs.get_dsa_module_spec_for_backend(plain, backend).module.__name__ == "MLASelfAttention"
     if releases.at_least(release, "0.18.2"):
         spec = specs.get_experimental_attention_variant_module_spec(plain, backend)
