@@ -1,6 +1,6 @@
 """Demos: tiny models of the real megatron-core train on whatever device there is, without and with a patch.
 
-    mcore-patches demo            all of them
+    mcore-patches demo            all of them that are for the newest release
     mcore-patches demo NAME       one
 
 Importing this package loads neither torch nor megatron.
@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from mcore_patches import __version__, apply_patches
+from mcore_patches.demo.other_release import run_on
 from mcore_patches.demo.outcome import DemoError, Outcome
 from mcore_patches.demo.progress import Progress
 from mcore_patches.overlay.patch import State
@@ -34,7 +35,8 @@ class Demo:
 
     module: has `train(steps, png, progress) -> Outcome`. default_steps, least_steps, most_steps: training steps, or
     those of a stage where there are several. Its checks hold within these bounds: in fewer steps learning looks like
-    noise, in more of them runs that differ by rounding part.
+    noise, in more of them runs that differ by rounding part. release: it is for older releases, runs only when it is
+    named, and on this one where the installed release does not need its patch.
     """
 
     name: str
@@ -42,6 +44,7 @@ class Demo:
     default_steps: int
     least_steps: int
     most_steps: int
+    release: str | None = None
 
 
 DEMOS = {
@@ -49,6 +52,14 @@ DEMOS = {
     for demo in (
         Demo("sparse_mla_nope", "mcore_patches.demo.sparse_mla_nope", default_steps=20, least_steps=1, most_steps=100),
         Demo("qsa", "mcore_patches.demo.qsa", default_steps=60, least_steps=10, most_steps=1000),
+        Demo(
+            "dsa_parallel",
+            "mcore_patches.demo.dsa_parallel",
+            default_steps=40,
+            least_steps=10,
+            most_steps=1000,
+            release="0.18.2",
+        ),
     )
 }
 
@@ -57,6 +68,8 @@ def run(
     name: str | None = None, *, out: str | Path = "demo-output", steps: int | None = None, as_json: bool = False
 ) -> int:
     """Run a demo, or with `name` None every demo that the installed megatron-core can run, and print what came of it.
+
+    A demo of a patch for older releases runs when it is named: on an older release fetched beside `out`, if need be.
 
     Args:
         name: one of `DEMOS`.
@@ -80,6 +93,8 @@ def run(
     # Read when torch loads. The profiler that measures memory greets on stderr at its highest levels.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    if name is not None and (release := demos[0].release) and not _has_release_for(demos[0]):
+        return run_on(release, name, folder, steps, as_json)
     ready, not_run = _ready(demos)
 
     progress = Progress(as_json)
@@ -126,7 +141,7 @@ def _train(demo: Demo, steps: int | None, folder: Path, progress: Progress) -> t
 
 def _named(name: str | None) -> list[Demo]:
     if name is None:
-        return list(DEMOS.values())
+        return [demo for demo in DEMOS.values() if demo.release is None]
     if name not in DEMOS:
         raise DemoError(f"unknown demo {name!r}; known are {', '.join(DEMOS)}")
     return [DEMOS[name]]
@@ -170,6 +185,12 @@ def _ready(demos: list[Demo]) -> tuple[list[Demo], dict[str, str]]:
     if not ready:
         raise DemoError("; ".join(f"demo {name}: {reason}" for name, reason in not_run.items()))
     return ready, not_run
+
+
+def _has_release_for(demo: Demo) -> bool:
+    """Whether the installed release is one that the demo's patch is for."""
+    patch, found = importlib.import_module(f"mcore_patches.patches.{demo.name}").PATCH, installed()
+    return found is None or found.release is None or found.release in patch.releases
 
 
 def _obstacle(demo: Demo) -> str:

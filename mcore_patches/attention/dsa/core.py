@@ -237,7 +237,8 @@ class DSAttention(MegatronModule):
             "relu": self.config.dsa_indexer_scoring_relu,
         }
         telemetry.count("select_blocks", index.queries, *block_topk.supports(*arguments, **settings))
-        return block_topk.select_blocks(*arguments, **settings)
+        # Every tensor-parallel rank has the same queries and keys: they share the rows.
+        return block_topk.select_blocks(*arguments, **settings, tp_group=self.pg_collection.tp)
 
     def _attend(self, rows: Tensor, keys: Tensor, ids: Tensor, layout: TokenLayout) -> tuple[Tensor, Tensor]:
         """Latents [T, n, L] and the log-sum-exp [T, n]."""
@@ -267,7 +268,7 @@ class DSAttention(MegatronModule):
         The teacher is the attention summed over heads: with `dsa_indexer_use_sparse_loss` that over the selected keys,
         else a dense one.
         """
-        config, tp_group = self.config, self.pg_collection.tp
+        config = self.config
         sparse = config.dsa_indexer_use_sparse_loss
         place = layout.rows
         arguments = (
@@ -280,7 +281,7 @@ class DSAttention(MegatronModule):
             "ratio": 1,
             "weights": index.weights,
             "relu": config.dsa_indexer_scoring_relu,
-            "tp_group": tp_group if tp_group.size() > 1 else None,
+            "tp_group": self.pg_collection.tp,
         }
         telemetry.count("indexer_kl", rows, *indexer_kl.supports(*arguments, **settings))
         kl_sum = indexer_kl.indexer_kl(*arguments, reduction="sum", **settings)
