@@ -24,7 +24,7 @@ def message(capsys: pytest.CaptureFixture[str]) -> str:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["nope"], "unknown demo 'nope'; known are sparse_mla_nope, qsa"),
+        (["nope"], "unknown demo 'nope'; known are sparse_mla_nope, qsa, dsa_parallel"),
         (["sparse_mla_nope", "--steps", "0"], "steps=0; allowed for sparse_mla_nope are 1 to 100"),
         (["qsa", "--steps", "9"], "steps=9; allowed for qsa are 10 to 1000"),
         (["--steps", "9"], "steps=9; allowed for sparse_mla_nope and qsa are 10 to 100"),

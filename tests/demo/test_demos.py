@@ -69,6 +69,22 @@ def test_sparse_mla_nope(tmp_path):
     assert_picture(result["png"], tmp_path, 1950, 676)
 
 
+def test_dsa_parallel(tmp_path):
+    """Named, it runs on an older release than the installed one."""
+    done = run("-m", "mcore_patches.cli", "demo", "dsa_parallel", "--steps", "10", "--json", "--out", str(tmp_path))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stderr == ""
+    whole = json.loads(done.stdout)
+    assert whole["megatron_core"].startswith("0.18.2")
+    result = whole["demos"]["dsa_parallel"]
+    assert failed_checks(result) == []
+    assert [len(result[run]["losses"]) for run in ("without", "with")] == [10, 10]
+    ops = {"indexer_kl chunked", "select_blocks chunked", "sparse_mla chunked"}
+    assert result["counters"]["routes"].keys() == ops
+    assert result["counters"]["declines"] == {}
+    assert_picture(result["png"], tmp_path, 1950, 598)
+
+
 def test_qsa(tmp_path):
     done = run("-m", "mcore_patches.cli", "demo", "qsa", "--steps", "10", "--json", "--out", str(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr
