@@ -61,42 +61,19 @@ def compiled() -> Iterator[list[str]]:
 
 def build_all(device: torch.device) -> None:
     """Our kernels of the tiny models, undivided and for two tensor-parallel ranks."""
-    from mcore_patches.ops import sparse_gqa, sparse_mla
+    from mcore_patches.ops.block_topk import tilelang_backend as block_topk
+    from mcore_patches.ops.indexer_kl import tilelang_backend as indexer_kl
+    from mcore_patches.ops.sparse_gqa import tilelang_backend as sparse_gqa
+    from mcore_patches.ops.sparse_mla import tilelang_kernels as sparse_mla
 
-    qsa, topk = QSA["cuda"], QSA_INDEXER["cuda"]["qsa_indexer_budget"] // RATIO
+    qsa, channels = QSA["cuda"], QSA_INDEXER["cuda"]["qsa_indexer_head_dim"]
+    topk = QSA_INDEXER["cuda"]["qsa_indexer_budget"] // RATIO
+    block_topk.warmup(INDEX_HEADS, channels, topk=topk, device=device)
     for tp in (1, 2):
-        sparse_gqa.tilelang_backend.warmup(
-            qsa["num_attention_heads"] // tp,
-            KV_HEADS // tp,
-            qsa["kv_channels"],
-            block_size=RATIO,
-            topk=topk,
-            device=device,
-        )
-        sparse_mla.tilelang_kernels.warmup(device, width=576, heads=DSA["cuda"]["num_attention_heads"] // tp)
-    _select_and_compare(device, topk)
-
-
-def _select_and_compare(device: torch.device, topk: int) -> None:
-    """The indexer's kernels have no warmup; their first call builds them."""
-    from mcore_patches.ops.block_topk import select_blocks
-    from mcore_patches.ops.indexer_kl import indexer_kl
-
-    heads, dim, channels = QSA["cuda"]["num_attention_heads"], QSA["cuda"]["kv_channels"], 128
-    tokens = 4 * topk * RATIO
-    pos = torch.arange(tokens, dtype=torch.int32, device=device)
-    start = torch.zeros_like(pos)
-
-    def normal(*size: int) -> torch.Tensor:
-        return torch.randn(size, device=device, dtype=torch.bfloat16)
-
-    q_idx, k_blocks = normal(tokens, INDEX_HEADS, channels), normal(tokens // RATIO, channels)
-    ids = select_blocks(q_idx, k_blocks, pos, start, ratio=RATIO, topk=topk, backend="tilelang")
-    q, k = normal(tokens, heads, dim), normal(tokens, KV_HEADS, dim)
-    lse = torch.zeros(tokens, heads, device=device)
-    scale = dim**-0.5
-    rows = (pos, start, start)
-    indexer_kl(q_idx, k_blocks, q, k, lse, ids, *rows, scale=scale, ratio=RATIO, backend="tilelang").item()
+        heads = qsa["num_attention_heads"] // tp, KV_HEADS // tp, qsa["kv_channels"]
+        sparse_gqa.warmup(*heads, block_size=RATIO, topk=topk, device=device)
+        indexer_kl.warmup(INDEX_HEADS, channels, *heads, ratio=RATIO, topk=topk, ranks=tp > 1, device=device)
+        sparse_mla.warmup(device, width=576, heads=DSA["cuda"]["num_attention_heads"] // tp)
 
 
 def _failures() -> Iterator[tuple[str, str]]:
