@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -14,7 +13,7 @@ from gpu_ci.multi_gpu import verdict, world
 from gpu_ci.multi_gpu.models import DSA, QSA, QSA_INDEXER
 from gpu_ci.multi_gpu.plan import Job
 from mcore_patches.cpu.rebinding import RebindingLog
-from mcore_patches.ops.jit import CACHE
+from mcore_patches.ops import jit
 
 RATIO, KV_HEADS, INDEX_HEADS = 4, 2, 4
 
@@ -24,37 +23,49 @@ def once_a_node(job: Job, device: torch.device, build: Callable[[torch.device], 
 
     build: in place of `build_all`, for tests; it compiles by `nvcc.compile_cuda` of tilelang.
     """
-    with world.model_parallel(device), compiled() as codes:
+    with world.model_parallel(device), compiled() as names:
         world.barrier()
         (build or build_all)(device)
-        entry = {"codes": codes, "keys": sorted(map(str, CACHE.log.seconds)), "failed": dict(_failures())}
+        entry = {"compiled": names, "keys": sorted(map(str, jit.CACHE.log.seconds)), "failed": dict(_failures())}
         ranks = world.gathered(entry)
     return {
         "name": job.name,
         "faults": verdict.build_faults(ranks),
-        "compiled": [len(rank["codes"]) for rank in ranks],
+        "compiled": [len(rank["compiled"]) for rank in ranks],
         "kernels": len(ranks[0]["keys"]),
     }
 
 
 @contextlib.contextmanager
 def compiled() -> Iterator[list[str]]:
-    """Digests of the CUDA code that this process hands to nvcc inside. TileLang keeps results on disk and asks there
-    first."""
+    """Names of the kernels whose CUDA code this process hands to nvcc inside: of the locks that they are built under.
+
+    TileLang keeps results on disk and asks there first. Two kernels may have the same code: names tell them apart.
+    """
     from tilelang.contrib import nvcc
 
-    codes: list[str] = []
-    lock, compile_cuda = threading.Lock(), nvcc.compile_cuda
+    names: list[str] = []
+    building = threading.local()
+    host_lock, compile_cuda = jit.host_lock, nvcc.compile_cuda
 
-    def counting(code: str, *args: Any, **settings: Any) -> Any:
-        with lock:
-            codes.append(hashlib.sha256(code.encode()).hexdigest()[:16])
-        return compile_cuda(code, *args, **settings)
+    @contextlib.contextmanager
+    def named(name: str) -> Iterator[None]:
+        with host_lock(name):
+            building.name = name
+            try:
+                yield
+            finally:
+                building.name = None
+
+    def counting(*args: Any, **settings: Any) -> Any:
+        names.append(getattr(building, "name", None) or "outside our kernels")
+        return compile_cuda(*args, **settings)
 
     log = RebindingLog()
+    log.rebind(jit, "host_lock", named, "tells which kernel is being built")
     log.rebind(nvcc, "compile_cuda", counting, "tells what is compiled")
     try:
-        yield codes
+        yield names
     finally:
         log.undo()
 
@@ -77,5 +88,5 @@ def build_all(device: torch.device) -> None:
 
 
 def _failures() -> Iterator[tuple[str, str]]:
-    for key, reason in CACHE.log.failures.items():
+    for key, reason in jit.CACHE.log.failures.items():
         yield str(key), reason

@@ -45,12 +45,11 @@ def disagreement(norms: list[dict[str, float]]) -> list[str]:
 
 
 def build_faults(ranks: list[dict[str, Any]]) -> list[str]:
-    """What is wrong: of each rank "codes", digests of what it compiled, "keys" of the kernels that it then had, and
+    """What is wrong: of each rank "compiled", names of kernels that it compiled, "keys" of those that it then had, and
     "failed", reasons by key."""
     found = [f"rank {rank}: {why}" for rank, entry in enumerate(ranks) for why in entry["failed"].values()]
-    times = Counter(code for entry in ranks for code in entry["codes"])
-    if repeated := [n for n in times.values() if n > 1]:
-        found.append(f"{len(repeated)} of {len(times)} kernels were compiled more than once")
+    times = Counter(name for entry in ranks for name in entry["compiled"])
+    found += [f"{name} was compiled {n} times" for name, n in times.items() if n > 1]
     if len({tuple(entry["keys"]) for entry in ranks}) > 1:
         found.append(f"ranks have different kernels: {[len(entry['keys']) for entry in ranks]}")
     if not times:

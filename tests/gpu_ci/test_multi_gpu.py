@@ -197,12 +197,12 @@ def test_gradients_among_ranks() -> None:
 
 
 def test_builds() -> None:
-    def entry(codes: list[str], keys: list[str], **failed: str) -> dict[str, Any]:
-        return {"codes": codes, "keys": keys, "failed": failed}
+    def entry(compiled: list[str], keys: list[str], **failed: str) -> dict[str, Any]:
+        return {"compiled": compiled, "keys": keys, "failed": failed}
 
     assert verdict.build_faults([entry(["p"], ["1", "2"]), entry(["q"], ["1", "2"])]) == []
     twice = verdict.build_faults([entry(["p", "q"], ["1", "2"]), entry(["q"], ["1", "2"])])
-    assert twice == ["1 of 2 kernels were compiled more than once"]
+    assert twice == ["q was compiled 2 times"]
     assert verdict.build_faults([entry(["p"], ["1"]), entry([], [])]) == ["ranks have different kernels: [1, 0]"]
     assert "cache was not empty" in verdict.build_faults([entry([], ["1"]), entry([], ["1"])])[0]
     assert verdict.build_faults([entry(["p"], ["1"]), entry([], ["1"], k="no")]) == ["rank 1: no"]
