@@ -139,8 +139,11 @@ def test_warmup_builds_what_a_call_takes(monkeypatch: pytest.MonkeyPatch) -> Non
         assert tilelang_backend.warmup(3, 64, topk=5) > 0
         assert sorted(built) == [("block_topk.score", "sm_90a"), ("block_topk.select", "sm_90a")]
         assert tilelang_backend.warmup(3, 64, topk=500) == 0.0
-        select_blocks(*arguments(4), ratio=4, topk=5, backend="tilelang")
-        assert cache.builds == 2
+        q_idx, k_blocks, pos, first = arguments(4)
+        for rows, topk in ((slice(None), 5), (slice(0, 1), 1), (slice(20, 350), 512)):
+            given = q_idx[rows], k_blocks, pos[rows], first[rows]
+            select_blocks(*given, ratio=4, topk=topk, backend="tilelang")
+        assert cache.builds == 2, "another number of rows or of blocks to select builds nothing anew"
         assert tilelang_backend.warmup(3, 64, topk=5, weighted=True) > 0
         assert cache.builds == 3
     finally:

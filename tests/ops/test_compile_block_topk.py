@@ -92,8 +92,10 @@ def test_tiles_follow_from_the_shape(heads: int, channels: int, tiles: ScoreTile
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"arch": "sm_80"}, "written for sm_90a, this GPU is sm_80"),
-        ({"arch": "sm_100a"}, "this GPU is sm_100a"),
+        *(
+            ({"arch": arch, "shared_bytes": kilobytes * 1024}, f"written for sm_90a, this GPU is {arch}")
+            for arch, kilobytes in (("sm_80", 163), ("sm_89", 99), ("sm_100a", 227), ("sm_103a", 227), ("sm_120a", 99))
+        ),
         ({"dtype": torch.float32}, "must be bfloat16 or float16, got float32"),
         ({"channels": 96}, "64, 128, 256 channels, got 96"),
         ({"topk": 4097}, "at most 4096, got 4097"),

@@ -146,8 +146,10 @@ def test_slots_are_what_fits_beside_the_queries(q_heads: int, dim: int, slots: i
     ("changes", "reason"),
     [
         ({"topk": None, "index_dtype": torch.float16}, "must be bfloat16 where block_ids is None, got float16"),
-        ({"arch": "sm_80"}, "written for sm_90a, this GPU is sm_80"),
-        ({"arch": "sm_100a"}, "this GPU is sm_100a"),
+        *(
+            ({"arch": arch, "shared_bytes": kilobytes * 1024}, f"written for sm_90a, this GPU is {arch}")
+            for arch, kilobytes in (("sm_80", 163), ("sm_89", 99), ("sm_100a", 227), ("sm_103a", 227), ("sm_120a", 99))
+        ),
         ({"index_dtype": torch.float32}, "q_idx must be bfloat16 or float16, got float32"),
         ({"dtype": torch.float64}, "q must be bfloat16 or float16, got float64"),
         ({"channels": 96}, "channels of q_idx must be one of 64, 128, 256, got 96"),

@@ -42,9 +42,9 @@ def unbuilt(on_cpu: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[KernelCac
     tilelang_kernels.kernels.cache_clear()
 
 
-def arguments(**changes: Any) -> tuple[Any, ...]:
+def arguments(lengths: list[int] = LENGTHS, topk: int = 6, **changes: Any) -> tuple[Any, ...]:
     """Those of `indexer_kl` in their order, some of them changed."""
-    rows = rows_of(LENGTHS, RATIO, padding=3)
+    rows = rows_of(lengths, RATIO, padding=3)
     number = len(rows.pos)
 
     def normal(*shape: int) -> torch.Tensor:
@@ -52,11 +52,11 @@ def arguments(**changes: Any) -> tuple[Any, ...]:
 
     values = {
         "q_idx": normal(number, 2, 64),
-        "k_blocks": normal(num_blocks_of(LENGTHS, RATIO), 64),
+        "k_blocks": normal(num_blocks_of(lengths, RATIO), 64),
         "q": normal(number, 4, 64),
-        "k": normal(sum(LENGTHS), 2, 64),
+        "k": normal(sum(lengths), 2, 64),
         "lse": torch.full((number, 4), 3.0),
-        "block_ids": random_block_ids(rows, 6, 13),
+        "block_ids": random_block_ids(rows, topk, topk + 7),
         "row_pos": rows.pos,
         "row_start": rows.start,
         "row_block_start": rows.block_start,
@@ -122,10 +122,21 @@ def test_warmup_builds_what_a_call_takes(unbuilt: KernelCache, everywhere: bool)
     given = arguments(block_ids=None) if everywhere else arguments()
     indexer_kl(*given, **SETTINGS, backend="tilelang")
     assert unbuilt.builds == built
-    # The kernel of the teacher alone writes one mass a token, but a shape is a key.
+    # The teacher then writes a mass for each token.
     assert tilelang_backend.warmup(**shape, topk=columns, ranks=True) > 0
     with pytest.raises(ValueError, match="indexer_kl: ratio must be one of 1, 2, 4, 8, 16, got 3"):
         tilelang_backend.warmup(**(shape | {"ratio": 3}), topk=columns)
+
+
+@pytest.mark.parametrize("everywhere", [False, True], ids=["selected", "all"])
+def test_no_length_builds_anything_anew(unbuilt: KernelCache, everywhere: bool) -> None:
+    """Other numbers of rows, keys, blocks and documents, and fewer columns than the bound."""
+    counts = []
+    for lengths, topk in (([50], 6), ([13, 50, 33], 6), ([5] * 6, 2), ([200, 1, 3], 40), ([7], 1), ([2100], 512)):
+        given = arguments(lengths, topk, **({"block_ids": None} if everywhere else {}))
+        indexer_kl(*given, **SETTINGS, backend="tilelang")
+        counts.append(unbuilt.builds)
+    assert counts == [5 if everywhere else 8] * 6
 
 
 def test_a_scoring_kernel_that_does_not_compile_is_the_reason_from_then_on(
