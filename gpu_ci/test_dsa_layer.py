@@ -18,6 +18,7 @@ import mcore_patches
 from mcore_patches.demo.device import training_device
 from mcore_patches.ops import block_topk, indexer_kl, sparse_mla
 from mcore_patches.ops.jit import CACHE
+from mcore_patches.ops.sparse_mla.tilelang_kernels import PARTS_BYTES
 
 pytestmark = [pytest.mark.h100, pytest.mark.xdist_group("dsa-layer")]
 
@@ -184,7 +185,7 @@ def test_other_shapes_build_no_kernels(device: torch.device) -> None:
 
 
 def test_memory_is_linear(device: torch.device) -> None:
-    """Forward and backward at 16k, 32k and 64k tokens."""
+    """Forward and backward at 8k to 64k tokens. Key gradients beyond the cache take a workspace of bounded size."""
     layer = build(device)
     peaks = {}
     for tokens in (8192, 16384, 32768, 65536):
@@ -198,6 +199,7 @@ def test_memory_is_linear(device: torch.device) -> None:
         peaks[tokens] = torch.cuda.max_memory_allocated() - before
         del hidden, arguments
     print(f"peak bytes by tokens: {peaks}")
-    assert peaks[65536] < 2.2 * peaks[32768], peaks
+    assert peaks[32768] < 2.2 * peaks[16384], peaks
+    assert peaks[65536] < 2.2 * peaks[32768] + PARTS_BYTES, peaks
     # A score of every pair in fp32 would alone take this.
     assert peaks[65536] < 4 * 65536**2, peaks

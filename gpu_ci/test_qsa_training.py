@@ -141,10 +141,13 @@ def test_gpt_equals_the_chunked_path(device: torch.device) -> None:
         got = step()
     with inject_routes(model, {n: list(passes) for n, passes in routes.items()}), only_chunked():
         want = step()
+    assert abs(want.pop("loss") - got["loss"]) < 2e-3 * got.pop("loss")
+    # Of small gradients that come through several layers, some are mostly rounding: they may differ by more than all
+    # gradients together.
     errors = relative_errors(want, got)
-    assert abs(want["loss"] - got["loss"]) < 2e-3 * want["loss"]
-    # What reaches the first layer has passed through the second one's roundings as well.
-    assert max(errors.values()) < 2 * TOLERANCE, errors
+    assert max(errors.values()) < 0.1, errors
+    difference = sum(float((got[n].double() - w.double()).square().sum()) for n, w in want.items())
+    assert difference**0.5 < 0.05 * sum(float(w.double().square().sum()) for w in want.values()) ** 0.5, errors
 
 
 def test_a_captured_layer_gives_what_a_call_gives(device: torch.device) -> None:

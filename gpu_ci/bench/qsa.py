@@ -244,20 +244,26 @@ class Bench:
         self.kinds = options.kinds.split(",")
         self.ceiling = matrix_ceiling()
         self.rows = [results.row("qsa", "8192x8192x8192", "matrix ceiling, bf16", self.ceiling, "TFLOP/s")]
-        self.last: dict[str, tuple[int, float]] = {}
+        self.rates: dict[str, float] = {}  # seconds a unit of work
         self.reasons: list[str] = []
         self.lines: list[tuple[str, str, Timing, float, float]] = []
 
     def timed(self, name: str, tokens: int, power: int, run: Callable[[], Any]) -> Any:
-        """run(), unless it would take longer than is left, going by the length before."""
-        before, seconds = self.last.get(name, (tokens, 3.0))
-        if not self.clock.allows(f"{name} at {tokens}", 1.0 + seconds * (tokens / before) ** power):
+        """run(), unless it would take longer than is left: 3 s, or going by shorter lengths.
+
+        The first call of a name compiles as well, so the least is what the work takes.
+        """
+        work = float(tokens) ** power
+        rate = self.rates.get(name)
+        if not self.clock.allows(f"{name} at {tokens}", 1.0 + (3.0 if rate is None else rate * work)):
             return None
         begin = time.monotonic()
         result = run()
         gc.collect()
         torch.cuda.empty_cache()
-        self.last[name] = tokens, time.monotonic() - begin
+        seconds = time.monotonic() - begin
+        print(f"{name} at {tokens}: {seconds:.1f} s", flush=True)
+        self.rates[name] = seconds / work if rate is None else min(rate, seconds / work)
         return result
 
     def add(self, case: str, who: str, timing: Timing, keys: int) -> None:
@@ -370,12 +376,12 @@ def main() -> None:
         bench.reasons.append("mcore-bridge is not installed: not measured")
     for tokens in options.tokens.split(","):
         bench.length(int(tokens))
+        if options.save:  # a run that is cut off keeps what it has
+            results.save(bench.rows)
     print(bench.table())
     print(results.table([row for row in bench.rows if row["metric"] in ("select_blocks", "Stage-2 KL")]))
     for line in (*bench.reasons, *(f"no time left for {what}" for what in bench.clock.skipped)):
         print(line)
-    if options.save:
-        results.save(bench.rows)
 
 
 if __name__ == "__main__":
