@@ -15,8 +15,10 @@ import os
 import re
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -44,14 +46,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     gpus = options.gpus or _visible_gpus(options.device)
     deadline = time.monotonic() + options.seconds
     records: list[dict[str, Any]] = []
+    lock = threading.Lock()
     with tempfile.TemporaryDirectory(prefix="multi-gpu-") as scratch:
-        for job in chosen(jobs(gpus), options.only, options.device):
+
+        def run_and_show(job: Job) -> None:
             # Who compiles what shows in an empty cache only.
             cache = Path(scratch) / "kernels" if job.kind == "warmup" or not options.cache else Path(options.cache)
             environment = environment_of(options.device, gpus, cache.resolve())
             for record in run_job(job, Path(scratch), environment, options, deadline):
-                print(report.line(record), flush=True)
-                records.append(record)
+                with lock:
+                    print(report.line(record), flush=True)
+                    records.append(record)
+
+        for together in stages(chosen(jobs(gpus), options.only, options.device)):
+            with ThreadPoolExecutor(len(together)) as threads:
+                list(threads.map(run_and_show, together))
     failed = [record["name"] for record in records if record["faults"]]
     print(f"{len(records) - len(failed)} passed, {len(failed)} failed on {gpus} x {report.device_name(options.device)}")
     if options.out:
@@ -70,13 +79,11 @@ def chosen(planned: list[Job], only: str, device: str) -> list[Job]:
     for job in planned:
         if device == "cpu" and job.kind == "warmup":
             continue
-        names = dict(zip(job.case_names(), job.cases or [None] * len(job.case_names())))
         if job.kind != "train":
-            if any(pattern.search(name) for name in names):
+            if any(pattern.search(name) for name in job.case_names()):
                 kept.append(job)
             continue
-        cases = tuple(case for name, case in names.items() if case is not None and pattern.search(name))
-        kept.append(replace(job, cases=cases))
+        kept.append(replace(job, cases=tuple(case for case in job.cases if pattern.search(case.name))))
     needed = {case.reference for job in kept for case in job.cases}
     for place, job in enumerate(kept):
         if job.name == "one":
@@ -93,36 +100,64 @@ def environment_of(device: str, gpus: int, cache: Path) -> dict[str, str]:
     return WITHOUT_MULTICAST | ENVIRONMENT | {"CUDA_VISIBLE_DEVICES": visible, "TILELANG_CACHE_DIR": str(cache)}
 
 
+def stages(planned: list[Job]) -> list[list[Job]]:
+    """Jobs that run at the same time, in order: CPUs build the kernels, so one rank need not wait for all of them."""
+    if [job.name for job in planned[:2]] == ["warmup", "one"]:
+        return [planned[:2], *([job] for job in planned[2:])]
+    return [[job] for job in planned]
+
+
 def run_job(
     job: Job, scratch: Path, environment: dict[str, str], options: argparse.Namespace, deadline: float
-) -> list[dict[str, Any]]:
-    """A record of every case of a job. One that breaks its processes is a failure, and the rest is started again."""
-    done: list[dict[str, Any]] = []
-    empty = 0
-    while len(done) < len(job.case_names()):
-        left = remaining(job, len(done))
+) -> Iterator[dict[str, Any]]:
+    """A record of every case of a job, as it is done. One that breaks its processes has failed, and the rest is started
+    again."""
+    done = empty = 0
+    names = job.case_names()
+    log = scratch / f"results-{job.name}.jsonl"
+    while done < len(names):
+        left = remaining(job, done)
         seconds = min(options.job_seconds, deadline - time.monotonic())
         if seconds < 10 or empty == MOST_EMPTY:
             why = "out of time" if seconds < 10 else f"{empty} launches failed on their first case"
-            return done + [{"name": name, "faults": [f"not started: {why}"]} for name in left.case_names()]
-        log = scratch / "results.jsonl"
+            yield from ({"name": name, "faults": [f"not started: {why}"]} for name in names[done:])
+            return
         log.unlink(missing_ok=True)
-        arguments = [left.as_dict(), str(scratch), options.device, options.steps, options.tokens]
-        reason = ""
-        try:
-            run(WORKERS[options.device], nprocs=left.ranks, args=arguments, env=environment, timeout=seconds)
-        except LaunchError as error:
-            reason = str(error)
-        got = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
-        done += got
-        empty = 0 if got else empty + 1
-        if reason and len(got) == len(left.case_names()):
-            done[-1]["faults"].append(f"all cases done, but: {reason}")
-        elif len(got) < len(left.case_names()):
-            done.append({"name": left.case_names()[len(got)], "faults": [reason or "no result and no error"]})
-            if left.kind != "train":
-                break
-    return done
+        settings: dict[str, Any] = {
+            "nprocs": left.ranks,
+            "args": [left.as_dict(), str(scratch), options.device, options.steps, options.tokens],
+            "env": environment,
+            "timeout": seconds,
+        }
+        before = done
+        with ThreadPoolExecutor(1) as thread:
+            launch = thread.submit(run, WORKERS[options.device], **settings)
+            for record in _follow(log, launch):
+                done += 1
+                yield record
+        empty = 0 if done > before else empty + 1
+        error = launch.exception()
+        if error is not None and not isinstance(error, LaunchError):
+            raise error
+        if done < len(names):
+            yield {"name": names[done], "faults": [str(error or "no result and no error")]}
+            done += 1
+            if job.kind != "train":
+                return
+        elif error is not None:
+            yield {"name": f"{job.name}, its end", "faults": [str(error)]}
+
+
+def _follow(log: Path, launch: Future[Any]) -> Iterator[dict[str, Any]]:
+    """Records that a launch writes to `log`, until it is over."""
+    read = 0
+    over = False
+    while not over:
+        over = bool(wait([launch], timeout=0.2).done)
+        lines = log.read_text().splitlines(keepends=True) if log.exists() else []
+        complete = [line for line in lines if line.endswith("\n")]
+        yield from map(json.loads, complete[read:])
+        read = len(complete)
 
 
 def remaining(job: Job, done: int) -> Job:
@@ -160,7 +195,7 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=20, metavar="N", help="of each training, default %(default)s")
     parser.add_argument("--tokens", type=int, metavar="N", help="of a rank in weak scaling, default 32768; on a CPU 64")
     parser.add_argument("--seconds", type=float, default=540, help="for everything, default %(default)s")
-    parser.add_argument("--job-seconds", type=float, default=180, help="for one job, default %(default)s")
+    parser.add_argument("--job-seconds", type=float, default=300, help="for one job, default %(default)s")
     parser.add_argument("--cache", metavar="FOLDER", help="of built kernels; default: an empty one")
     parser.add_argument("--out", metavar="FOLDER", help="for report.txt and records.jsonl")
     parser.add_argument("--save", action="store_true", help="write the figures to gpu_ci/bench/results.csv")

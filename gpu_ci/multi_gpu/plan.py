@@ -38,20 +38,21 @@ class Case:
     model: str
     form: str
     recompute: str
+    sizes: Sizes = Sizes()
 
     @property
     def name(self) -> str:
-        return f"{self.model}-{self.form}-{self.recompute}"
+        return f"{self.sizes.name}-{self.model}-{self.form}-{self.recompute}"
 
     @property
     def reference(self) -> str:
         """The case on one rank that the results must equal."""
-        return f"{self.model}-{self.form}-none"
+        return f"{Sizes().name}-{self.model}-{self.form}-none"
 
 
 @dataclass(frozen=True)
 class Job:
-    """Cases of one layout, run by one set of processes.
+    """Cases that one set of processes runs, as their imports take longer than a case.
 
     kind: "train", "warmup" or "scaling".
     """
@@ -59,13 +60,12 @@ class Job:
     kind: str
     name: str
     ranks: int
-    sizes: Sizes
     cases: tuple[Case, ...] = ()
 
     def case_names(self) -> list[str]:
         """What its lines are called, in order."""
         if self.kind == "train":
-            return [f"{self.name}-{case.name}" for case in self.cases]
+            return [case.name for case in self.cases]
         if self.kind == "scaling":
             return [f"{self.name}-CP{cp}" for cp in powers_of_two(self.ranks)]
         return [self.name]
@@ -76,8 +76,8 @@ class Job:
 
 def job_from_dict(fields: dict[str, Any]) -> Job:
     """The inverse of `Job.as_dict`."""
-    cases = tuple(Case(**case) for case in fields["cases"])
-    return Job(**{**fields, "sizes": Sizes(**fields["sizes"]), "cases": cases})
+    cases = tuple(Case(**{**case, "sizes": Sizes(**case["sizes"])}) for case in fields["cases"])
+    return Job(**{**fields, "cases": cases})
 
 
 def powers_of_two(most: int) -> list[int]:
@@ -97,18 +97,18 @@ def layouts(gpus: int) -> list[Sizes]:
     return [sizes for sizes in every if sizes.ranks <= gpus]
 
 
-def cases() -> Iterator[Case]:
+def cases(sizes: Sizes) -> Iterator[Case]:
     """Those of every layout: batches and packed documents, and both kinds of recomputation on the packed ones."""
     for model in MODELS:
-        yield Case(model, "bshd", "none")
-        yield Case(model, "thd", "none")
-        yield Case(model, "thd", "full")
-        yield Case(model, "thd", "core_attn")
+        yield Case(model, "bshd", "none", sizes)
+        yield Case(model, "thd", "none", sizes)
+        yield Case(model, "thd", "full", sizes)
+        yield Case(model, "thd", "core_attn", sizes)
 
 
 def jobs(gpus: int) -> list[Job]:
     """All jobs, in order: kernels first, then one rank, which the others are compared with."""
-    one = Sizes()
-    planned = [Job("warmup", "warmup", max(2, gpus), one), Job("train", one.name, 1, one, tuple(cases()))]
-    planned += [Job("train", sizes.name, gpus, sizes, tuple(cases())) for sizes in layouts(gpus)]
-    return [*planned, Job("scaling", "layer", gpus, one)]
+    planned = [Job("warmup", "warmup", max(2, gpus)), Job("train", "one", 1, tuple(cases(Sizes())))]
+    if several := tuple(case for sizes in layouts(gpus) for case in cases(sizes)):
+        planned.append(Job("train", "several", gpus, several))
+    return [*planned, Job("scaling", "layer", gpus)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import statistics
 import time
 from collections import Counter
@@ -30,10 +31,11 @@ def cases(job: Job, device: torch.device, folder: Path, steps: int) -> Iterator[
     report = mcore_patches.apply_patches(PATCHES, strict=True)
     for patch in PATCHES:
         mcore_patches.require_applied(patch)
-    sizes = job.sizes
-    with _indexer_of_cpus(device), world.model_parallel(device, sizes.tp, sizes.cp, sizes.pp) as layout:
-        for name, case in zip(job.case_names(), job.cases):
-            yield {"name": name} | _case(case, layout, device, folder, steps, report.digest)
+    with _indexer_of_cpus(device):
+        for sizes, group in itertools.groupby(job.cases, key=lambda case: case.sizes):
+            with world.model_parallel(device, sizes.tp, sizes.cp, sizes.pp) as layout:
+                for case in group:
+                    yield {"name": case.name} | _case(case, layout, device, folder, steps, report.digest)
 
 
 def _indexer_of_cpus(device: torch.device) -> contextlib.AbstractContextManager[None]:

@@ -13,7 +13,7 @@ from gpu_ci.multi_gpu.plan import Job, job_from_dict
 
 
 def work(fields: dict[str, Any], folder: str, device: str, steps: int, tokens: int) -> None:
-    """Run the cases of a job; rank 0 appends each one's record to `results.jsonl` in `folder` as it is done.
+    """Run the cases of a job; rank 0 appends each one's record to `results-JOB.jsonl` in `folder` as it is done.
 
     Args:
         fields: of the `Job`.
@@ -33,7 +33,7 @@ def work(fields: dict[str, Any], folder: str, device: str, steps: int, tokens: i
         for record in _records(job, path, device, steps, tokens):
             seconds = time.monotonic() - started
             if os.environ["RANK"] == "0":
-                with (path / "results.jsonl").open("a") as file:
+                with (path / f"results-{job.name}.jsonl").open("a") as file:
                     file.write(json.dumps({"seconds": seconds, **record}) + "\n")
             started = time.monotonic()
 

@@ -20,7 +20,7 @@ def build(device: torch.device) -> None:
 
 def twice() -> list[dict[str, Any]]:
     """Records of two rounds, the second with the first one's kernels on disk."""
-    job = plan.Job("warmup", "warmup", 2, plan.Sizes())
+    job = plan.Job("warmup", "warmup", 2)
     with world.joined("cpu") as device:
         first = kernels.once_a_node(job, device, build)
         CACHE.clear()

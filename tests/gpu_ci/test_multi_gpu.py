@@ -6,6 +6,7 @@ import json
 import math
 import os
 import subprocess
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +21,6 @@ from gpu_ci.multi_gpu.compare import Training
 from mcore_patches.cpu.launch import LaunchError
 
 ROOT = Path(__file__).parents[2]
-THD_FULL = plan.Case("qsa", "thd", "full")
 
 
 # --- the plan ---------------------------------------------------------------------------------------------------------
@@ -38,8 +38,16 @@ THD_FULL = plan.Case("qsa", "thd", "full")
 def test_layouts(gpus: int, names: list[str]) -> None:
     assert [sizes.name for sizes in plan.layouts(gpus)] == names
     jobs = plan.jobs(gpus)
-    assert [job.name for job in jobs] == ["warmup", "one", *names, "layer"]
-    assert [job.ranks for job in jobs] == [max(2, gpus), 1, *[gpus] * len(names), gpus]
+    several = ["several"] if names else []
+    assert [job.name for job in jobs] == ["warmup", "one", *several, "layer"]
+    assert [job.ranks for job in jobs] == [max(2, gpus), 1, *[gpus for _ in several], gpus]
+    assert {case.sizes.name for job in jobs[2:-1] for case in job.cases} == set(names)
+    # Kernels are built while one rank trains already.
+    assert [[job.name for job in stage] for stage in drive.stages(jobs)] == [
+        ["warmup", "one"],
+        *[[name] for name in [*several, "layer"]],
+    ]
+    assert [len(stage) for stage in drive.stages(jobs[1:])] == [1] * len(jobs[1:])
     for job in jobs:
         assert plan.job_from_dict(json.loads(json.dumps(job.as_dict()))) == job
     assert jobs[-1].case_names() == [f"layer-CP{cp}" for cp in (1, 2, 4, 8) if cp <= gpus]
@@ -57,24 +65,25 @@ def test_other_numbers_of_gpus_are_refused() -> None:
 
 
 def test_every_layout_takes_every_form_and_recomputation() -> None:
-    cases = list(plan.cases())
+    cases = list(plan.cases(plan.Sizes()))
     for model in plan.MODELS:
         mine = {(case.form, case.recompute) for case in cases if case.model == model}
         assert {("bshd", "none"), ("thd", "none"), ("thd", "full"), ("thd", "core_attn")} == mine
     # What the others are compared with is there, before it is asked for.
     names = [case.name for case in cases]
+    assert {case.reference for case in plan.cases(plan.Sizes(cp=2))} < set(names)
     assert all(names.index(case.reference) <= names.index(case.name) for case in cases)
 
 
 def test_chosen_cases_bring_what_they_are_compared_with() -> None:
     kept = drive.chosen(plan.jobs(2), "^CP2-dsa-thd-full$|^layer", "cuda")
     assert [(job.name, [case.name for case in job.cases]) for job in kept] == [
-        ("one", ["dsa-thd-none"]),
-        ("CP2", ["dsa-thd-full"]),
+        ("one", ["one-dsa-thd-none"]),
+        ("several", ["CP2-dsa-thd-full"]),
         ("layer", []),
     ]
     assert drive.chosen(plan.jobs(2), "", "cuda") == plan.jobs(2)
-    assert [job.name for job in drive.chosen(plan.jobs(2), "", "cpu")] == ["one", "TP2-SP", "CP2", "PP2", "layer"]
+    assert [job.name for job in drive.chosen(plan.jobs(2), "", "cpu")] == ["one", "several", "layer"]
     assert drive.chosen(plan.jobs(2), "nothing", "cuda") == []
 
 
@@ -220,7 +229,7 @@ class Launches:
     def __call__(self, target: str, *, nprocs: int, args: list[Any], env: dict[str, str], timeout: float) -> None:
         job, folder = plan.job_from_dict(args[0]), Path(args[1])
         self.started.append((nprocs, job.case_names()))
-        with (folder / "results.jsonl").open("a") as file:
+        with (folder / f"results-{job.name}.jsonl").open("a") as file:
             for name in job.case_names():
                 if name == self.breaking:
                     raise LaunchError("rank 1 of 2 was killed by SIGSEGV", 1)
@@ -233,12 +242,11 @@ OPTIONS = SimpleNamespace(device="cpu", steps=2, tokens=64, job_seconds=180.0)
 def run_with(monkeypatch: pytest.MonkeyPatch, folder: Path, job: plan.Job, breaking: str, left: float = 1e3) -> Any:
     launches = Launches(breaking)
     monkeypatch.setattr(drive, "run", launches)
-    monkeypatch.setattr(drive.time, "monotonic", lambda: 0.0)
-    return drive.run_job(job, folder, {}, OPTIONS, left), launches.started
+    return list(drive.run_job(job, folder, {}, OPTIONS, time.monotonic() + left)), launches.started
 
 
 def test_a_case_that_breaks_its_processes_leaves_the_others(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    job = replace(plan.jobs(2)[2], cases=tuple(plan.cases())[:3])
+    job = replace(plan.jobs(2)[2], cases=plan.jobs(2)[2].cases[:3])
     first, second, third = job.case_names()
     records, started = run_with(monkeypatch, tmp_path, job, second)
     assert [record["name"] for record in records] == [first, second, third]
@@ -254,9 +262,9 @@ def test_a_job_that_cannot_begin_is_given_up(monkeypatch: pytest.MonkeyPatch, tm
 
     launches = Broken("")
     monkeypatch.setattr(drive, "run", launches)
-    monkeypatch.setattr(drive.time, "monotonic", lambda: 0.0)
-    records = drive.run_job(plan.jobs(2)[2], tmp_path, {}, OPTIONS, 1e3)
-    assert len(launches.started) == drive.MOST_EMPTY and len(records) == len(tuple(plan.cases()))
+    job = plan.jobs(2)[2]
+    records = list(drive.run_job(job, tmp_path, {}, OPTIONS, time.monotonic() + 1e3))
+    assert len(launches.started) == drive.MOST_EMPTY and len(records) == len(job.cases)
     assert records[-1]["faults"] == ["not started: 2 launches failed on their first case"]
 
 
@@ -268,7 +276,7 @@ def test_a_bench_that_breaks_is_not_started_again(monkeypatch: pytest.MonkeyPatc
 
 def test_what_time_does_not_allow_is_a_failure(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     records, started = run_with(monkeypatch, tmp_path, plan.jobs(2)[2], "", left=5.0)
-    assert len(records) == len(tuple(plan.cases()))
+    assert len(records) == len(plan.jobs(2)[2].cases)
     assert {fault for record in records for fault in record["faults"]} == {"not started: out of time"}
     assert started == []
 
