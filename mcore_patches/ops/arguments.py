@@ -13,6 +13,7 @@ from torch import Tensor
 from mcore_patches.ops.packing import complete_blocks
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+INT32_MAX = 2**31 - 1
 
 
 def check_tensor(
@@ -29,7 +30,7 @@ def check_tensor(
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{op}: {name} must be a tensor [{layout}], got {type(tensor).__name__}")
     if tensor.dtype not in dtypes:
-        allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in dict.fromkeys(dtypes))
         raise TypeError(f"{op}: {name} must be {allowed}, got {str(tensor.dtype).removeprefix('torch.')}")
     axes = layout.split(", ")
     wrong = tensor.dim() != len(axes) or any(
@@ -44,16 +45,23 @@ def check_tensor(
 
 
 def check_int(op: str, name: str, value: int, least: int) -> None:
+    """Positions are int32, and a larger `value` would be cut to its low bits without a word."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{op}: {name} must be an int, got {value!r}")
     if value < least:
         raise ValueError(f"{op}: {name} must be at least {least}, got {value}")
+    if value > INT32_MAX:
+        raise ValueError(f"{op}: {name} must be at most {INT32_MAX}, got {value}")
 
 
 def check_scale(op: str, name: str, value: float) -> None:
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{op}: {name} must be a number, got {value!r}")
-    if not math.isfinite(value) or value <= 0:
+    try:
+        finite = math.isfinite(value)
+    except OverflowError:  # an integer beyond all floats
+        finite = False
+    if not finite or value <= 0:
         raise ValueError(f"{op}: {name} must be finite and above 0, got {value!r}")
 
 
@@ -81,7 +89,7 @@ def verify_tokens(op: str, row_pos: Tensor, row_start: Tensor, num_tokens: int) 
 
 def verify_blocks(op: str, row_pos: Tensor, row_block_start: Tensor, num_blocks: int, ratio: int) -> None:
     """All complete blocks of each row lie in `k_blocks`."""
-    blocks = complete_blocks(row_pos, ratio)
+    blocks = complete_blocks(row_pos.long(), ratio)
     wrong = (blocks > 0) & ((row_block_start < 0) | (row_block_start.long() + blocks > num_blocks))
     _fail_at(
         op,

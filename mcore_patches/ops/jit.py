@@ -13,6 +13,7 @@ import functools
 import hashlib
 import importlib
 import os
+import re
 import tempfile
 import threading
 import time
@@ -23,6 +24,11 @@ from pathlib import Path
 from typing import Any
 
 Key = tuple[Any, ...]
+
+# Lines that TileLang adds to what the compiler says, and the compiler's own that say why.
+_FRAME = ("Command:", "Source:", "Target:", "Output:")
+_OBJECTION = re.compile(r"\b(error|fatal)\s*:")
+_MOST_OBJECTIONS = 4
 
 # Kernels compile side by side, but are traced into TileLang's intermediate form one at a time, of all ops.
 TRACING = threading.Lock()
@@ -41,7 +47,7 @@ def import_fault() -> str:
 
 
 class KernelBuildError(RuntimeError):
-    """A kernel did not compile. The text carries the compiler's last lines."""
+    """A kernel did not compile. The text names it and carries the compiler's first errors."""
 
 
 @dataclass
@@ -90,7 +96,7 @@ class KernelCache:
             try:
                 kernel = build()
             except Exception as error:
-                reason = f"{_spell(key)} does not compile: {_last_line(error)}"
+                reason = f"{_spell(key)} does not compile: {_complaint(error)}"
                 self.log.failures[key] = reason
                 raise KernelBuildError(reason) from error
             self.log.seconds[key] = time.perf_counter() - started
@@ -103,7 +109,7 @@ class KernelCache:
 
     def failure_of(self, *prefix: Any) -> str | None:
         """The first failure whose key begins with `prefix`, or None."""
-        failed = (reason for key, reason in self.log.failures.items() if key[: len(prefix)] == prefix)
+        failed = (reason for key, reason in list(self.log.failures.items()) if key[: len(prefix)] == prefix)
         return next(failed, None)
 
     def clear(self) -> None:
@@ -135,9 +141,13 @@ def _spell(key: Key) -> str:
     return "/".join(str(part) for part in key)
 
 
-def _last_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[-1] if lines else type(error).__name__
+def _complaint(error: BaseException) -> str:
+    """What the compiler objects to. TileLang puts the kernel's source before its output, and its command behind it."""
+    _, heading, output = str(error).rpartition("Compilation error:")
+    lines = [line.strip() for line in output.splitlines()]
+    lines = [line for line in lines if line and not line.startswith(_FRAME)]
+    objections = [line for line in lines if heading and _OBJECTION.search(line)]
+    return "; ".join(objections[:_MOST_OBJECTIONS] or lines[-1:]) or type(error).__name__
 
 
 def compile_kernel(key: Key, function: Any, *, arch: str, pass_configs: Mapping[Any, Any]) -> Any:

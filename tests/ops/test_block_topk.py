@@ -423,6 +423,9 @@ def test_checked_finds_rows_outside_the_blocks():
     q_idx, k_blocks = inputs(rows, num_blocks_of([13, 50, 33], 4) - 1)
     with pytest.raises(ValueError, match=r"end of k_blocks, which has 22 blocks; 2 rows break it, the first is row 94"):
         select_blocks(q_idx, k_blocks, rows.pos, rows.block_start, ratio=4, topk=2, checked=True)
+    far = torch.full_like(rows.pos, 2**31 - 1)  # one more is negative
+    with pytest.raises(ValueError, match="96 rows break it, the first is row 0, row_block_start=0, row_pos=2147483647"):
+        select_blocks(q_idx, k_blocks, far, rows.block_start, ratio=4, topk=2, checked=True)
     rows.pos[5] = -2
     with pytest.raises(
         ValueError, match=r"row_pos must be -1 or more; 1 rows break it, the first is row 5, row_pos=-2"
@@ -467,8 +470,11 @@ def test_backends():
             "must be on cpu, got meta",
         ),
         ({"weights": torch.zeros(96, 2)}, ValueError, r"weights must be \[Tq, H\] with Tq=96, H=3, got \(96, 2\)"),
-        ({"weights": torch.zeros(96, 3).bfloat16()}, TypeError, "weights must be float32, .*got bfloat16"),
+        ({"weights": torch.zeros(96, 3).bfloat16()}, TypeError, "weights must be float32, got bfloat16"),
         ({"ratio": 0}, ValueError, "ratio must be at least 1, got 0"),
+        # Cut to 32 bits this is 4.
+        ({"ratio": 2**32 + 4}, ValueError, "ratio must be at most 2147483647, got 4294967300"),
+        ({"topk": 2**31}, ValueError, "topk must be at most 2147483647, got 2147483648"),
         ({"ratio": 4.0}, TypeError, "ratio must be an int, got 4.0"),
         ({"topk": 0}, ValueError, "topk must be at least 1, got 0"),
         ({"relu": 1}, TypeError, "relu must be a bool, got 1"),

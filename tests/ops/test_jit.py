@@ -64,6 +64,45 @@ def test_failure_is_remembered_with_its_last_line_and_not_tried_again() -> None:
     assert cache.failure(("forward", 512)) is None
 
 
+NVCC = """kernel.cu(1): error: identifier "foo" is undefined
+  void f() { foo(); }
+             ^
+
+ptxas /tmp/kernel.ptx, line 21; error   : Unknown modifier '.bogus'
+ptxas fatal   : Ptx assembly aborted due to errors
+1 error detected in the compilation of "kernel.cu".
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        (
+            f"// error: in a comment\nvoid f() {{ foo(); }}\n\nCompilation error:\n{NVCC}\nCommand: nvcc -O3\n",
+            'kernel.cu(1): error: identifier "foo" is undefined; '
+            "ptxas /tmp/kernel.ptx, line 21; error   : Unknown modifier '.bogus'; "
+            "ptxas fatal   : Ptx assembly aborted due to errors",
+        ),
+        ("source\nCompilation error:\nnvcc: killed\nCommand: nvcc -O3\n", "nvcc: killed"),
+        (
+            "NVCC compilation timed out.\nCommand: nvcc\nSource: a.cu\nTarget: a.cubin\n",
+            "NVCC compilation timed out.",
+        ),
+        ("", "RuntimeError"),
+    ],
+    ids=["nvcc", "no-error-line", "timeout", "nothing"],
+)
+def test_reason_is_what_the_compiler_says(text: str, reason: str) -> None:
+    """As TileLang spells failures: source, output, command."""
+
+    def build() -> None:
+        raise RuntimeError(text)
+
+    with pytest.raises(KernelBuildError) as caught:
+        KernelCache().get(("forward",), build)
+    assert str(caught.value) == f"forward does not compile: {reason}"
+
+
 def test_failure_of_finds_by_prefix() -> None:
     cache = KernelCache()
     cache.get(("op", "sm_90a", 512, "forward"), object)

@@ -1,3 +1,4 @@
+from fractions import Fraction
 from typing import NamedTuple
 
 import pytest
@@ -439,7 +440,9 @@ def test_backends():
         ({"row_start": torch.zeros(13).long()}, TypeError, "row_start must be int32, got int64"),
         ({"v": torch.zeros(13, 2, 8, device="meta")}, ValueError, "v must be on cpu, got meta"),
         ({"scale": float("nan")}, ValueError, "scale must be finite and above 0, got nan"),
+        ({"scale": 10**400}, ValueError, "scale must be finite and above 0, got 1000"),
         ({"block_size": 0}, ValueError, "block_size must be at least 1, got 0"),
+        ({"block_size": 2**32 + 4}, ValueError, "block_size must be at most 2147483647, got 4294967300"),
         ({"deterministic": 0}, TypeError, "deterministic must be a bool, got 0"),
     ],
 )
@@ -456,5 +459,6 @@ def test_wrong_arguments(change, error, message):
         "block_size": 4,
     }
     sparse_gqa(**arguments)
+    sparse_gqa(**(arguments | {"scale": Fraction(1, 3)}))  # any real number
     with pytest.raises(error, match=f"sparse_gqa: .*{message}"):
         sparse_gqa(**(arguments | change))

@@ -116,8 +116,8 @@ def indexer_kl(
             verify_distinct(_OP, block_ids, row_pos, ratio)
     tensors = (q_idx, k_blocks, q, k, lse, block_ids, row_pos, row_start, row_block_start)
     settings: dict[str, Any] = {
-        "scale": scale,
-        "index_scale": q_idx.shape[2] ** -0.5 if index_scale is None else index_scale,
+        "scale": float(scale),
+        "index_scale": q_idx.shape[2] ** -0.5 if index_scale is None else float(index_scale),
         "ratio": ratio,
         "weights": weights,
         "relu": relu,

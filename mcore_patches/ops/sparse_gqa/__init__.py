@@ -85,10 +85,10 @@ def sparse_gqa(
         if block_ids is not None:
             verify_distinct(_OP, block_ids, row_pos, block_size)
     tensors = (q, k, v, block_ids, row_pos, row_start)
-    settings: dict[str, Any] = {"scale": scale, "block_size": block_size, "deterministic": deterministic}
+    settings: dict[str, Any] = {"scale": float(scale), "block_size": block_size, "deterministic": deterministic}
     chosen = resolve_backend(*tensors, **settings, backend=backend)
     if chosen == "naive":
-        return sparse_gqa_naive(*tensors, scale=scale, block_size=block_size)
+        return sparse_gqa_naive(*tensors, scale=float(scale), block_size=block_size)
     if chosen == "tilelang":
         kernels = kernel_module(_KERNELS)
         assert kernels is not None
