@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import zlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -64,7 +65,7 @@ class Inputs:
     @classmethod
     def random(cls, case: Case, seed: int = 0) -> Inputs:
         """Padding rows inside and behind; NaN in them and in keys of no document."""
-        g = torch.Generator("cuda").manual_seed(seed + hash(case) % 2**31)
+        g = torch.Generator("cuda").manual_seed(seed + zlib.crc32(str(case).encode()))
 
         def normal(*shape: int) -> Tensor:
             return torch.randn(*shape, device="cuda", generator=g).bfloat16()

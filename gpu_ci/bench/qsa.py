@@ -229,6 +229,11 @@ def attended_tokens(tokens: int, ids: Tensor | None) -> int:
     return int(((ids >= 0).sum(1) * RATIO + (pos + 1) % RATIO).sum())
 
 
+def scoring(tokens: int) -> float:
+    """TFLOP of the products of all index heads with the blocks that rows see."""
+    return 2 * INDEX_HEADS * INDEX_DIM * sum(complete // RATIO for complete in range(1, tokens + 1)) / 1e12
+
+
 def matrix_ceiling() -> float:
     """TFLOP/s of a large bf16 product, measured."""
     a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
@@ -300,16 +305,13 @@ class Bench:
                 self.add(case, "dense FlashAttention", flash, attended_tokens(tokens, None))
         select = self.timed("select", tokens, 2, lambda: select_ms(tokens))
         self.extra(case, "select_blocks", select)
-        if isinstance(select, float):
-            pairs = int((torch.arange(1, tokens + 1) // RATIO).sum())
-            floor = 2 * pairs * INDEX_HEADS * INDEX_DIM / self.ceiling / 1e9
-            self.rows.append(
-                results.row("qsa", case, "select_blocks / its products at the matrix ceiling", select / floor, "")
-            )
+        self.share(
+            case, "select_blocks / its products at the matrix ceiling", select, scoring(tokens) / self.ceiling * 1e3
+        )
         for kind in self.kinds:
-            self.kind(tokens, kind, dense_timing)
+            self.kind(tokens, kind, dense_timing, select)
 
-    def kind(self, tokens: int, kind: str, dense_timing: Timing | None) -> None:
+    def kind(self, tokens: int, kind: str, dense_timing: Timing | None, select: float | str | None) -> None:
         case = f"T{tokens}-{kind}-{SHAPE}"
         make = functools.partial(block_selection, tokens, kind, topk=TOPK, block_size=RATIO)
         ids = self.timed(f"{kind} selection", tokens, 2, make)
@@ -320,7 +322,11 @@ class Bench:
             self.add(case, "ours", timing, attended_tokens(tokens, ids))
             if dense_timing is not None:
                 self.ratios(case, timing, "dense cuDNN", dense_timing)
-        self.extra(case, "Stage-2 KL", self.timed(f"kl {kind}", tokens, 1, lambda: kl_ms(tokens, ids)))
+        kl = self.timed(f"kl {kind}", tokens, 1, lambda: kl_ms(tokens, ids))
+        self.extra(case, "Stage-2 KL", kl)
+        if timing is not None:
+            self.share(case, "select_blocks / forward of ours", select, timing.forward)
+            self.share(case, "Stage-2 KL / forward + backward of ours", kl, timing.both)
         peak = self.timed(f"peak {kind}", tokens, 1, lambda: layer_of_ops(tokens, kind))
         if peak is not None:
             what = "selection, attention and KL, forward + backward: peak memory above inputs and gradients"
@@ -354,6 +360,10 @@ class Bench:
             text.append(f"{case:<20}{who:<22}{times}{ratios}{timing.peak:>10.2f}{speed:>9.1f}{share:>12.3f}")
         return "\n".join(text)
 
+    def share(self, case: str, what: str, value: float | str | None, base: float) -> None:
+        if isinstance(value, float):
+            self.rows.append(results.row("qsa", case, what, value / base, ""))
+
     def extra(self, case: str, what: str, value: float | str | None) -> None:
         if isinstance(value, str):
             self.reasons.append(f"{case}: {what} has no kernel here: {value}")
@@ -379,7 +389,7 @@ def main() -> None:
         if options.save:  # a run that is cut off keeps what it has
             results.save(bench.rows)
     print(bench.table())
-    print(results.table([row for row in bench.rows if row["metric"] in ("select_blocks", "Stage-2 KL")]))
+    print(results.table([row for row in bench.rows if row["metric"].startswith(("select_blocks", "Stage-2 KL"))]))
     for line in (*bench.reasons, *(f"no time left for {what}" for what in bench.clock.skipped)):
         print(line)
 

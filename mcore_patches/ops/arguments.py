@@ -54,6 +54,18 @@ def check_int(op: str, name: str, value: int, least: int) -> None:
         raise ValueError(f"{op}: {name} must be at most {INT32_MAX}, got {value}")
 
 
+def check_sizes(op: str, **sizes: int) -> None:
+    """Fail unless each is an int of at least 1."""
+    for name, value in sizes.items():
+        check_int(op, name, value, 1)
+
+
+def check_heads(op: str, name: str, heads: int, kv_heads: int) -> None:
+    """Fail unless each KV head serves as many of the query heads; `name` is that of their number."""
+    if heads % kv_heads:
+        raise ValueError(f"{op}: {name} must be a multiple of kv_heads={kv_heads}, got {heads}")
+
+
 def check_scale(op: str, name: str, value: float) -> None:
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{op}: {name} must be a number, got {value!r}")

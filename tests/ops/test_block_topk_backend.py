@@ -150,3 +150,7 @@ def test_warmup_builds_what_a_call_takes(monkeypatch: pytest.MonkeyPatch) -> Non
         tilelang_backend._kernels.cache_clear()
     with pytest.raises(ValueError, match="select_blocks: q_idx must have 64, 128, 256 channels, got 48"):
         tilelang_backend.warmup(3, 48, topk=5)
+    with pytest.raises(ValueError, match="select_blocks: topk must be at least 1, got -9"):
+        tilelang_backend.warmup(3, 64, topk=-9)
+    with pytest.raises(TypeError, match="select_blocks: weighted must be a bool, got 1"):
+        tilelang_backend.warmup(3, 64, topk=5, weighted=1)

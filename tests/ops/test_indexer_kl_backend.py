@@ -126,6 +126,11 @@ def test_warmup_builds_what_a_call_takes(unbuilt: KernelCache, everywhere: bool)
     assert tilelang_backend.warmup(**shape, topk=columns, ranks=True) > 0
     with pytest.raises(ValueError, match="indexer_kl: ratio must be one of 1, 2, 4, 8, 16, got 3"):
         tilelang_backend.warmup(**(shape | {"ratio": 3}), topk=columns)
+    for name, value, error in (("kv_heads", 0, "at least 1, got 0"), ("q_heads", 5, "a multiple of kv_heads=2, got 5")):
+        with pytest.raises(ValueError, match=f"indexer_kl: .*heads must be {error}"):
+            tilelang_backend.warmup(**(shape | {name: value}), topk=columns)
+    with pytest.raises(TypeError, match="indexer_kl: ranks must be a bool, got 2"):
+        tilelang_backend.warmup(**shape, topk=columns, ranks=2)
 
 
 @pytest.mark.parametrize("everywhere", [False, True], ids=["selected", "all"])

@@ -216,6 +216,14 @@ def test_warmup_builds_what_a_call_takes(on_cpu: KernelCache) -> None:
     assert on_cpu.builds == built
     with pytest.raises(ValueError, match="sparse_gqa: the head width must be one of 64, 128, 256, got 32"):
         tilelang_backend.warmup(4, 2, 32, block_size=4, topk=6)
+    # Rounded down, 25 // 2 is a group that there are kernels for.
+    with pytest.raises(ValueError, match="sparse_gqa: heads must be a multiple of kv_heads=2, got 25"):
+        tilelang_backend.warmup(25, 2, 64, block_size=4, topk=6)
+    for name in ("heads", "kv_heads", "dim", "block_size", "topk"):
+        sizes = {"heads": 4, "kv_heads": 2, "dim": 64, "block_size": 4, "topk": 6}
+        with pytest.raises(ValueError, match=f"sparse_gqa: {name} must be at least 1, got 0"):
+            tilelang_backend.warmup(**(sizes | {name: 0}))
+    assert on_cpu.builds == built
 
 
 def test_a_kernel_that_does_not_compile_is_declined_with_its_reason(

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcore_patches.ops.arguments import verify_not_nan
+from mcore_patches.ops.arguments import check_bool, check_sizes, verify_not_nan
 from mcore_patches.ops.block_topk.design import (
     DTYPES,
     GROUP,
@@ -137,9 +137,12 @@ def warmup(
         heads, channels, dtype: of q_idx. weighted: whether there are weights.
 
     Raises:
-        ValueError: there are no kernels for the shape or the device; the text says why.
+        TypeError, ValueError: a size is no int or below 1, a flag no bool, or there are no kernels for the shape.
         KernelBuildError: one of them does not compile.
     """
+    check_sizes("select_blocks", heads=heads, channels=channels, topk=topk)
+    check_bool("select_blocks", "weighted", weighted)
+    check_bool("select_blocks", "relu", relu)
     described = device_of(torch.device(device))
     tiles = score_tiles(described.arch, described.shared_bytes, dtype, heads, channels, topk)
     if isinstance(tiles, str):

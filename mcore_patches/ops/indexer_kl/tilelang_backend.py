@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mcore_patches.ops.arguments import verify_not_nan
+from mcore_patches.ops.arguments import check_bool, check_heads, check_sizes, verify_not_nan
 from mcore_patches.ops.device import Device, device_of
 from mcore_patches.ops.indexer_kl.chunked import LossAndGradients
 from mcore_patches.ops.indexer_kl.design import UNION_WORDS, Shape, shape_of
@@ -159,9 +159,15 @@ def warmup(
         weighted: whether there are weights. ranks: whether there is a tp_group of several ranks.
 
     Raises:
-        ValueError: there are no kernels for the shape or the device; the text says why.
+        TypeError, ValueError: a size is no int or below 1, a flag no bool, or there are no kernels for the shape.
         KernelBuildError: one of them does not compile.
     """
+    check_sizes("indexer_kl", heads=heads, channels=channels, q_heads=q_heads, kv_heads=kv_heads, dim=dim, ratio=ratio)
+    if topk is not None:
+        check_sizes("indexer_kl", topk=topk)
+    check_heads("indexer_kl", "q_heads", q_heads, kv_heads)
+    for name, flag in (("weighted", weighted), ("relu", relu), ("ranks", ranks)):
+        check_bool("indexer_kl", name, flag)
     described = device_of(torch.device(device))
     shape = shape_of(
         described.arch,

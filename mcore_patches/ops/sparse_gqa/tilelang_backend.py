@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from mcore_patches.ops.arguments import check_heads, check_sizes
 from mcore_patches.ops.device import Device, device_of
 from mcore_patches.ops.jit import CACHE, build_together, import_fault
 from mcore_patches.ops.sparse_gqa.design import Design, sparse_gqa_design
@@ -131,9 +132,11 @@ def warmup(
     Of several processes on one host one compiles and the others load.
 
     Raises:
-        ValueError: there are no kernels for the shape or the device; the text says why.
+        TypeError, ValueError: a size is no int or below 1, or there are no kernels for the shape or the device.
         KernelBuildError: one of them does not compile.
     """
+    check_sizes("sparse_gqa", heads=heads, kv_heads=kv_heads, dim=dim, block_size=block_size, topk=topk)
+    check_heads("sparse_gqa", "heads", heads, kv_heads)
     chosen = _choose(device_of(torch.device(device)), dtype, heads, kv_heads, dim, block_size, topk)
     if isinstance(chosen, str):
         raise ValueError(f"sparse_gqa: {chosen}")
