@@ -51,7 +51,7 @@ CASES = [
     Case("backward_union", heads=16, kv_heads=1, block_size=16),
     Case("backward_window", heads=2, kv_heads=2),
     Case("plan", block_size=1, topk=4096),
-    *(Case(name, arch="sm_100a") for name in ("row_forward", "backward_row", "backward_window", "backward_order")),
+    *(Case(name, arch="sm_100a") for name in Case("", arch="sm_100a").kernels.named_builds()),
     Case("row_forward", arch="sm_89"),
     Case("backward_window", heads=3, kv_heads=1, dim=128, arch="sm_89"),
 ]
