@@ -3,7 +3,9 @@ measured. `expected` is what `dsa_tiny.reference` gave."""
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
+import importlib.util
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -18,7 +20,7 @@ from torch import Tensor
 
 import mcore_patches
 from mcore_patches.attention.common.passes import discard_saved_routes
-from mcore_patches.attention.dsa import AbsorbedMLASelfAttention, dsa_layers
+from mcore_patches.attention.dsa import AbsorbedMLASelfAttention, dsa_layers, with_dsa_attention
 from mcore_patches.cpu import parallel, shim
 from mcore_patches.cpu.checkpoint import load_checkpoint, save_checkpoint
 from mcore_patches.cpu.models import CpuBackend, block_spec, build_gpt, mla_attention_spec
@@ -124,6 +126,8 @@ def one_process(expected: Expected, full: bool) -> Iterator[tuple[str, Any]]:
         yield from built_of_other_layers()
         yield from spec_functions()
         yield from half_precision()
+        if importlib.util.find_spec("megatron.core.models.hybrid") is not None:
+            yield from hybrid()
 
 
 def counted() -> Iterator[tuple[str, Any]]:
@@ -270,6 +274,32 @@ def half_precision() -> Iterator[tuple[str, float]]:
     plain = train(fields, packed=True)
     assert all(value > 0 for value in plain.tracked)
     yield "bf16, recompute full", assert_equal(plain, train({**fields, **RECOMPUTE["full"]}, packed=True))
+
+
+def hybrid() -> Iterator[tuple[str, float]]:
+    """As the DSA layers of a hybrid stack, without and with recomputation."""
+    from mcore_patches.cpu.hybrid import build_hybrid
+
+    outcomes = []
+    for recompute in ("none", "full"):
+        with parallel.model_parallel():
+            config = dsa_config({"num_layers": 4, **SPARSE, **RECOMPUTE[recompute]})
+            model = build_hybrid(config, {"D": dsa_spec(config)}, "D-D-")
+            seed_parameters(model)
+            outcomes.append(step([model], True))
+    assert [value > 0 for value in outcomes[0].tracked] == [True, False, True, False]
+    yield "hybrid, recompute full", assert_equal(*outcomes)
+
+    stock = importlib.import_module("megatron.core.models.hybrid.hybrid_layer_specs").hybrid_stack_spec
+    stack = with_dsa_attention(stock, dsa_config({}), CpuBackend())
+    layer = stack.submodules.dsa_layer.submodules
+    assert layer.self_attention.module is AbsorbedMLASelfAttention
+    assert layer.input_layernorm is CpuBackend().layer_norm()
+    assert stack.submodules.mlp_layer is stock.submodules.mlp_layer
+    assert stock.submodules.dsa_layer.submodules.self_attention.module is MLASelfAttention
+    with pytest.raises(ValueError, match="the spec of HybridStack has no dsa_layer to replace"):
+        with_dsa_attention(dataclasses.replace(stock, submodules=None), dsa_config({}), CpuBackend())
+    yield "stack with DSA attention", 0.0
 
 
 # --- two and four processes -------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ import pytest
 
 from mcore_patches.cpu.launch import run
 from tests import releases
+from tests.attention import dsa_memory
 from tests.attention.dsa_tiny import CASES, FEW, REFERENCE
 
 OLDER = tuple(release for release in releases.RELEASES if not releases.at_least(release, "0.19.0"))
@@ -43,6 +44,15 @@ def test_one_process(release: str, expected: dict[str, Any]) -> None:
     full = release == OLDEST
     cases = _cases("one_process", release, 1, expected, full)
     assert {*(CASES if full else FEW), "THD, recompute full", "THD, recompute core", "refusals", "MTP"} <= set(cases)
+    assert ("hybrid, recompute full" in cases) == releases.at_least(release, "0.18.2")
+
+
+def test_memory_is_linear() -> None:
+    (peaks,) = run("tests.attention.dsa_memory:peaks", release=releases.path(OLDER[-1]), args=[[2048, 4096]])
+    scores = 4 * dsa_memory.HEADS * 4096**2
+    assert peaks[4096] < scores / 4, "scores of every pair exist"
+    # Chunks of rows take what they may at both lengths; the rest grows by tokens, by 3 KB each when this was written.
+    assert peaks[4096] - peaks[2048] < 2048 * 6000, peaks
 
 
 @OLDEST_FIRST
