@@ -22,14 +22,12 @@ def check_scores_finite(
         q_idx: [T, H, d]. keys: [N, d]. real_keys: bool [N], keys that are no padding. name: of the layer, for the
             error. weights: [T, H].
     """
-    padding = layout.rows.pos < 0
-    q_idx = q_idx.masked_fill(padding[:, None, None], 0)
-    keys = keys.masked_fill(~real_keys[:, None], 0)
     if not keys.numel() or not q_idx.numel():
         return
-    bound = _largest(q_idx) * _largest(keys) * (q_idx.shape[1] * q_idx.shape[2])
+    real = layout.rows.pos >= 0
+    bound = _largest(q_idx, real) * _largest(keys, real_keys) * (q_idx.shape[1] * q_idx.shape[2])
     if weights is not None:
-        bound = bound * _largest(weights.masked_fill(padding[:, None], 0))
+        bound = bound * _largest(weights, real)
     torch._assert_async(
         bound <= torch.finfo(bound.dtype).max,
         f"{name}: index queries or keys are not finite, or so large that their scores are not; the layer's input or "
@@ -37,6 +35,9 @@ def check_scores_finite(
     )
 
 
-def _largest(x: Tensor) -> Tensor:
-    largest = x.abs().amax()
+def _largest(x: Tensor, real: Tensor) -> Tensor:
+    """The largest magnitude in the rows of x [N, ...] that are `real`, bool [N]; NaN if there is one."""
+    rows = x.flatten(1)
+    # Row by row first: neither the magnitudes nor the rows without padding need a copy of x.
+    largest = torch.maximum(rows.amax(dim=1), -rows.amin(dim=1)).masked_fill(~real, 0).amax()
     return largest.to(torch.promote_types(largest.dtype, torch.float32))
