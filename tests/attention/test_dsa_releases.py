@@ -47,6 +47,7 @@ def test_one_process(release: str, expected: dict[str, Any]) -> None:
     assert ("hybrid, recompute full" in cases) == releases.at_least(release, "0.18.2")
 
 
+@pytest.mark.thorough
 def test_memory_is_linear() -> None:
     (peaks,) = run("tests.attention.dsa_memory:peaks", release=releases.path(OLDER[-1]), args=[[2048, 4096]])
     scores = 4 * dsa_memory.HEADS * 4096**2
@@ -62,7 +63,8 @@ def test_two_ranks_equal_one(release: str, expected: dict[str, Any]) -> None:
         assert {f"{layout}-BSHD-core", f"{layout}-THD-full", f"{layout}, per token"} <= set(cases)
 
 
-@OLDEST_FIRST
+@pytest.mark.thorough
+@pytest.mark.parametrize("release", OLDER)
 def test_four_ranks_equal_one(release: str, expected: dict[str, Any]) -> None:
     cases = _cases("four_processes", release, 4, expected, release == OLDER[-1])
     assert {"TP2-CP2-BSHD-core", "TP2-CP2-THD-full"} <= set(cases)
