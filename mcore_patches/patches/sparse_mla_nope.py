@@ -12,9 +12,9 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable
-from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
 
+from mcore_patches.overlay.copies import with_globals
 from mcore_patches.overlay.errors import said
 from mcore_patches.overlay.patch import Below, Finding, Patch, Probing, Target
 from mcore_patches.overlay.versions import Releases
@@ -239,7 +239,7 @@ def trial_of(probing: Probing) -> Callable[[int, int], tuple[bool, bool]]:
             calls.append(q.shape)
             return q[..., :V_CHANNELS], q[..., 0].float()
 
-    function = _with_globals(module, original, SparseMLA=FakeSparseMLA)
+    function = with_globals(module, original, SparseMLA=FakeSparseMLA)
 
     def trial(width: int, topk: int) -> tuple[bool, bool]:
         calls.clear()
@@ -248,21 +248,6 @@ def trial_of(probing: Probing) -> Callable[[int, int], tuple[bool, bool]]:
         return out is not None and tuple(out.shape) == (8, 1, MIN_HEADS, V_CHANNELS), bool(calls)
 
     return trial
-
-
-def _with_globals(module: ModuleType, function: Any, **changed: Any) -> Callable[..., Any]:
-    """A copy of a module's function that sees `changed` in place of the module's globals, as do those that it calls."""
-    private = {**vars(module), **changed}
-    for name, value in vars(module).items():
-        if isinstance(value, FunctionType) and value.__globals__ is vars(module) and name not in changed:
-            private[name] = _copy(value, private)
-    return _copy(function, private)
-
-
-def _copy(function: FunctionType, scope: dict[str, Any]) -> FunctionType:
-    copied = FunctionType(function.__code__, scope, function.__name__, function.__defaults__, function.__closure__)
-    copied.__kwdefaults__ = function.__kwdefaults__
-    return copied
 
 
 def health(probing: Probing) -> str | None:
