@@ -38,7 +38,7 @@ def declines(query: Any, key: Any, topk_indices: Any, v_channels: int) -> str | 
     if query.ndim != 4 or key.ndim != 4 or topk_indices.ndim != 3:
         return "query and key must have 4 dimensions [s, b, heads, width] and topk_indices 3 [b, sq, k]"
     if query.dtype is not torch.bfloat16 or key.dtype is not torch.bfloat16:
-        return f"query and key must be bfloat16, not {_short(query.dtype)} and {_short(key.dtype)}"
+        return f"query and key must be bfloat16, not {short(query.dtype)} and {short(key.dtype)}"
     sq, b, heads, width = query.shape
     if key.size(2) != 1:
         return f"key must have one head (absorbed MLA), not {key.size(2)}"
@@ -175,7 +175,7 @@ def _runs_kernel(query: torch.Tensor) -> bool:
     return query.is_cuda
 
 
-def _short(dtype: Any) -> str:
+def short(dtype: Any) -> str:
     return str(dtype).removeprefix("torch.")
 
 
@@ -189,8 +189,8 @@ def count_decline(
 
     if torch.compiler.is_compiling() and settings.on_decline() != "raise":
         return
-    top_k = _rounded(topk_indices.size(-1)) if topk_indices.ndim else 0
-    shape_class = f"query {_shape(query)}, key {_shape(key)}, top-k up to {top_k}, {_short(query.dtype)}"
+    top_k = rounded(topk_indices.size(-1)) if topk_indices.ndim else 0
+    shape_class = f"query {shape_text(query)}, key {shape_text(key)}, top-k up to {top_k}, {short(query.dtype)}"
     counters.decline(reason, shape_class=shape_class, fallback=fallback, fallback_bytes=fallback_bytes)
 
 
@@ -202,12 +202,12 @@ def dense_bytes(query: Any, key: Any) -> int | None:
     return 4 * b * heads * sq * key.size(0)
 
 
-def _shape(tensor: Any) -> str:
+def shape_text(tensor: Any) -> str:
     """The sizes, that of the sequence rounded: one warning for a class of shapes, not for every sequence length."""
-    return "x".join(str(n if i else _rounded(n)) for i, n in enumerate(tensor.shape)) or "scalar"
+    return "x".join(str(n if i else rounded(n)) for i, n in enumerate(tensor.shape)) or "scalar"
 
 
-def _rounded(n: int) -> int:
+def rounded(n: int) -> int:
     """The next power of two; 0 of 0."""
     return 1 << (n - 1).bit_length() if n > 0 else 0
 
