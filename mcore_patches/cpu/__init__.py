@@ -39,7 +39,7 @@ megatron's own, found with this harness:
 * Gradients of the DSA indexer up to 0.18: times the number of microbatches (no schedule sets the loss scale) and,
   with tensor and sequence parallelism, times the tensor-parallel size (summed where 0.19 averages).
 * 0.19, context parallelism: gradients of the indexer are times the context-parallel size unless
-  ``calculate_per_token_loss``, whichever form the loss function has.
+  ``calculate_per_token_loss``, whichever form the loss function has; the patch ``dsa_cp_gradient`` corrects it.
 * 0.19, packed documents with padding: the indexer's loss counts the padding.
 * MLA with tensor but without sequence parallelism: the gradient of the shared rotary key is not summed over the
   tensor-parallel ranks, so that the rotary rows of ``linear_kv_down_proj`` and all that lies below the attention get

@@ -54,6 +54,8 @@ class Symbol:
         for seen in beneath(original) if facts.wrapped else (original,):
             if type(seen) is FunctionType and seen.__code__ in facts.codes:
                 return None
+        if not is_target and facts.wrapped and _holds(original, facts.codes, depth=2):
+            return None
         return self._says(described(original))
 
     def _foreign_class(self, module: ModuleType, live: type, facts: _Facts) -> str | None:
@@ -79,6 +81,18 @@ class Symbol:
 
     def _says(self, live: str) -> str:
         return f"the live {self.qualname} is {live}, not what {self.file} defines"
+
+
+def _holds(obj: Any, codes: list[CodeType], depth: int) -> bool:
+    """Whether an object has one of these functions among its attributes, or theirs: what a compiler's decorator makes
+    of a function holds it so, e.g. tilelang.jit."""
+    if type(obj) is FunctionType:
+        return obj.__code__ in codes
+    try:
+        values = list(vars(obj).values()) if depth else []
+    except TypeError:
+        return False
+    return any(_holds(value, codes, depth - 1) for value in values)
 
 
 def _is_function(code: CodeType) -> bool:

@@ -330,6 +330,35 @@ def test_patches_of_ours_on_it_are_no_conflict(tmp_path):
     assert [r.state for r in engine.apply(strict=True)] == [State.APPLIED] * 3
 
 
+COMPILED = """\
+class Compiled:
+    def __init__(self, function):
+        self.inner = type("Inner", (), {})()
+        self.inner.function = function
+
+
+@Compiled
+def run(x):
+    return x
+
+
+@Compiled
+def walk(x):
+    return x + 1
+"""
+
+
+@pytest.mark.parametrize(("live", "state"), [("run", State.APPLIED), ("walk", State.CONFLICT)])
+@isolated()
+def test_a_decorator_may_make_an_object_that_holds_the_function(tmp_path, live, state):
+    """As tilelang.jit does; the object of another function is another tool's doing."""
+    p = patch("tenfold", target(kernel_tree(tmp_path, COMPILED), relies_on=(f"{KERNEL}:run",)))
+    module()
+    kernel = module(KERNEL)
+    kernel.run = getattr(kernel, live)
+    assert row(p).state is state
+
+
 @isolated()
 def test_an_object_of_no_module_is_not_examined(tmp_path):
     p = relying(tmp_path)
