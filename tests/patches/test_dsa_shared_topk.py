@@ -247,7 +247,9 @@ EDITS = {
 }
 
 
-@pytest.mark.parametrize("kind", EDITS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(k, marks=pytest.mark.thorough if k == "undecidable" else ()) for k in EDITS]
+)
 def test_edited_text(kind: str, tmp_path: Path) -> None:
     edits, state = EDITS[kind]
     assert state_in(tmp_path, ID, edits) is state
