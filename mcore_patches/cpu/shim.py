@@ -174,7 +174,8 @@ def _stand_in_for_packages(log: RebindingLog) -> None:
     absorbed = f"{transformer}.experimental_attention_variant.absorbed_mla"
     if importlib.util.find_spec(absorbed) is not None:  # from 0.17
         users.append(importlib.import_module(absorbed))
-    for module in users:
+    # A patch may have put a module of its own there, whose classes look the name up in the first of these.
+    for module in [user for user in users if "TELinear" in vars(user)]:
         log.rebind(
             module,
             "TELinear",

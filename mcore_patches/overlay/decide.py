@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from mcore_patches.overlay.errors import said
 from mcore_patches.overlay.locate import module_dict
 from mcore_patches.overlay.patch import Patch, Probing, State
+from mcore_patches.overlay.provided_sites import site_of
 from mcore_patches.overlay.registry import Entry
 from mcore_patches.overlay.sites import Site
 from mcore_patches.overlay.versions import Installed
@@ -179,7 +180,7 @@ def sites_of(patch: Patch | None, found: Installed | None) -> tuple[Site, ...]:
     """The targets that the installed release has according to the patch; all where the release is not known."""
     release = found.release if found else None
     targets = patch.targets if patch else ()
-    return tuple(Site(t) for t in targets if t.releases is None or release is None or release in t.releases)
+    return tuple(site_of(t) for t in targets if t.releases is None or release is None or release in t.releases)
 
 
 def _how_it_lies(patch: Patch, sites: Iterable[Site]) -> str:

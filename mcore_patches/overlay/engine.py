@@ -23,6 +23,7 @@ from mcore_patches.overlay.errors import NotAppliedError, NotRevertedError, Over
 from mcore_patches.overlay.layers import AnyChange, Change, Layer
 from mcore_patches.overlay.outcomes import Outcome, Speaker, report_of, row_of
 from mcore_patches.overlay.patch import IN_PLACE, Patch, State
+from mcore_patches.overlay.provided_sites import site_of
 from mcore_patches.overlay.registry import Entry, Registry
 from mcore_patches.overlay.report import Report, Row
 from mcore_patches.overlay.sites import Site, stray_change
@@ -295,7 +296,7 @@ class Engine:
 
     def _take_off(self, patch: Patch, prefixes: tuple[str, ...]) -> None:
         self._pending.pop(patch.id, None)
-        sites = [Site(t) for t in patch.targets]
+        sites = [site_of(t) for t in patch.targets]
         live = [s.original for s in sites if s.module is not None and not s.missing_live()]
         forgotten = layers.strays(live)
 

@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from types import CellType, FunctionType, ModuleType
-from typing import Any
+from typing import Any, Protocol
 
 from mcore_patches.overlay import fields, rebind
 from mcore_patches.overlay.counters import Counters
@@ -242,7 +242,20 @@ class FieldsChange:
         return tuple(f for f in wanted.values() if f.name not in fields.native(self.cls, list(wanted)))
 
 
-AnyChange = Change | FieldsChange
+class AnyChange(Protocol):
+    """The next state of one target: built first, then placed; `stale` if somebody else came in between."""
+
+    @property
+    def key(self) -> Key: ...
+
+    @property
+    def stale(self) -> bool: ...
+
+    def build(self) -> None: ...
+
+    def place(self) -> None: ...
+
+    def undo(self) -> None: ...
 
 
 def install(changes: Sequence[AnyChange], prefixes: tuple[str, ...]) -> None:

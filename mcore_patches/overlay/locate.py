@@ -17,8 +17,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 # Finders that only watch imports. They answer find_spec by calling importlib.util.find_spec, which imports the parents,
-# and find nothing that another finder does not. A vendored copy of wrapt ends in the same module path.
-_WATCHERS = ("wrapt.importer", "ddtrace.internal.module")
+# and find nothing that another finder does not. A vendored copy of wrapt ends in the same module path. The last one is
+# ours and finds what patches provide, where upstream's is asked for.
+_WATCHERS = ("wrapt.importer", "ddtrace.internal.module", "mcore_patches.overlay.provided")
 
 
 @dataclass(frozen=True)
@@ -44,8 +45,10 @@ class Located:
         return self.kind == "found"
 
 
-def locate(module: str) -> Located:
+def locate(module: str, *, anew: bool = False) -> Located:
     """Find `module` (dotted name) without executing anything that belongs to it or to its parents.
+
+    anew: as if the module itself, not its parents, were not in ``sys.modules``.
 
     Modules in ``sys.modules`` are believed first, for the module itself as for its parents. Their ``__spec__``,
     ``__file__`` and ``__path__`` are read from the module's dictionary: no lazy module loads, and a package attribute
@@ -58,11 +61,12 @@ def locate(module: str) -> Located:
         raise ValueError(f"module={module!r}: allowed is an absolute dotted name such as 'megatron.core.utils'")
     names = [".".join(module.split(".")[:n]) for n in range(1, module.count(".") + 2)]
     # An import starts at the deepest name that is already in sys.modules, and so does this.
-    start = max((i for i, name in enumerate(names) if name in sys.modules), default=0)
+    present = {name for name in names if name in sys.modules and not (anew and name == module)}
+    start = max((i for i, name in enumerate(names) if name in present), default=0)
     search: list[str] | None = None  # None stands for sys.path, as finders expect for a top-level name
     level: _Level | str | None = None
     for name in names[start:]:
-        level = _imported(name) if name in sys.modules else _find(name, search)
+        level = _imported(name) if name in present else _find(name, search)
         if isinstance(level, str):
             return Located(module, None, False, level, "submodule-absent" if "." in name else "root-absent")
         if level.search is None and name != module:

@@ -130,13 +130,42 @@ class FieldsTarget:
         return f"{self.modules[0]}:{self.qualname}+fields"
 
 
-AnyTarget = Target | FieldsTarget
+@dataclass(frozen=True, kw_only=True)
+class ModuleTarget:
+    """A module of upstream's that gets names of a patch's own; a release may lack the module.
+
+    modules: its dotted name, one. Its package must be there.
+    provider: the module that has the objects, imported when somebody imports the target.
+    names: what it provides: classes, functions, constants. The target's text that counts are their definitions.
+    known: as of `Target`. A release without the module needs it.
+    """
+
+    modules: tuple[str, ...]
+    provider: str
+    names: tuple[str, ...]
+    known: Mapping[str, Verdict] = field(default_factory=lambda: MappingProxyType({}))
+    releases: Releases | None = None
+
+    @property
+    def qualname(self) -> str:
+        return self.names[0]
+
+    @property
+    def relies_on(self) -> tuple[str, ...]:
+        return self.names[1:]
+
+    @property
+    def name(self) -> str:
+        return f"{self.modules[0]}:{', '.join(self.names)}"
+
+
+AnyTarget = Target | FieldsTarget | ModuleTarget
 
 
 def covers(target: AnyTarget, module: str) -> tuple[tuple[str, str], ...]:
     """(module, name) of all that the target's fingerprint covers, itself first. module: where the target was found."""
     symbols = [(module, target.qualname)]
-    for entry in target.relies_on if isinstance(target, Target) else ():
+    for entry in () if isinstance(target, FieldsTarget) else target.relies_on:
         other, _, qualname = entry.rpartition(":")
         if other.startswith("."):
             other = f"{module.rpartition('.')[0]}{other}".removeprefix(".")
@@ -215,9 +244,12 @@ class Patch:
 
 
 def _check_target(patch_id: str, target: AnyTarget) -> None:
+    if isinstance(target, ModuleTarget):
+        _check_provided(patch_id, target)
     where = f"patch {patch_id}, target {getattr(target, 'qualname', target)!r}"
-    if not isinstance(target, Target | FieldsTarget):
-        raise ValueError(f"{where} is of type {type(target).__name__}; allowed are Target and FieldsTarget")
+    if not isinstance(target, AnyTarget):
+        allowed = "Target, FieldsTarget and ModuleTarget"
+        raise ValueError(f"{where} is of type {type(target).__name__}; allowed are {allowed}")
     relies_on = target.relies_on if isinstance(target, Target) else ()
     if not isinstance(target.modules, tuple) or not target.modules or not isinstance(relies_on, tuple):
         raise ValueError(
@@ -241,10 +273,23 @@ def _check_target(patch_id: str, target: AnyTarget) -> None:
         if not target.fields or not all(isinstance(f, ConfigField) for f in target.fields):
             raise ValueError(f"{where}: fields is {target.fields!r}; allowed is a tuple of at least one ConfigField")
         return
-    if not callable(target.build):
+    if isinstance(target, Target) and not callable(target.build):
         raise ValueError(f"{where}: build is {target.build!r}; allowed is a function")
     for fingerprint, verdict in target.known.items():
         if verdict not in ("needs", "fixed"):
             raise ValueError(f"{where}: known verdict {verdict!r}; allowed are 'needs' and 'fixed'")
         if not _SHA256.fullmatch(fingerprint):
             raise ValueError(f"{where}: known fingerprint {fingerprint!r}; allowed are 64 hexadecimal digits")
+
+
+def _check_provided(patch_id: str, target: ModuleTarget) -> None:
+    where = f"patch {patch_id}, target {target.modules!r}"
+    if not isinstance(target.modules, tuple) or len(target.modules) != 1:
+        raise ValueError(f"{where}: modules is {target.modules!r}; allowed is a tuple of one name")
+    if not isinstance(target.names, tuple) or not target.names or len(set(target.names)) != len(target.names):
+        raise ValueError(f"{where}: names is {target.names!r}; allowed is a tuple of names, each once")
+    for name in target.names:
+        if not isinstance(name, str) or not name.isidentifier():
+            raise ValueError(f"{where}: names holds {name!r}; allowed are identifiers")
+    if not isinstance(target.provider, str) or not _DOTTED.fullmatch(target.provider):
+        raise ValueError(f"{where}: provider is {target.provider!r}; allowed is a dotted name")

@@ -122,6 +122,7 @@ class Site:
         """ "needs", "fixed" or "unknown". Of a dataclass only the fields count: "fixed" when it has them all."""
         if isinstance(self.target, Target):
             return self.target.known.get(self.fingerprint or "", "unknown")
+        assert isinstance(self.target, FieldsTarget)
         names = [f.name for f in self.target.fields]
         if self.module is not None:
             own = [] if self.missing_live() else fields.native(self.current, names)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mcore_patches.overlay.fingerprint import Wheel, combined_texts, read_wheel, source_segment
-from mcore_patches.overlay.patch import AnyTarget, FieldsTarget, covers
+from mcore_patches.overlay.patch import AnyTarget, FieldsTarget, ModuleTarget, covers
 from mcore_patches.overlay.registry import Registry
 
 
@@ -35,6 +35,9 @@ def _reading(wheel: Wheel, modules: Mapping[str, str], target: AnyTarget) -> dic
     defining = (m for m in there if source_segment(wheel.text(modules[m]), target.qualname))
     module = next(defining, there[0] if there else None)
     if module is None:
+        package = target.modules[0].rpartition(".")[0]
+        if isinstance(target, ModuleTarget) and any(m.startswith(f"{package}.") for m in modules):
+            return row("needs", f"the wheel has no {target.modules[0]}")
         return row("absent", f"the wheel has no {' or '.join(target.modules)}")
     texts: list[tuple[str, str]] = []
     for other, qualname in covers(target, module):

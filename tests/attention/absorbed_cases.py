@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import shutil
 import tempfile
 from collections import Counter
@@ -20,6 +21,7 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from torch import Tensor
 
+import mcore_patches
 from mcore_patches.attention.dsa import (
     AbsorbedMLASelfAttention,
     LatentAttention,
@@ -184,6 +186,7 @@ def one_process() -> Iterator[tuple[str, Any]]:
         yield "one gradient a weight", _one_gradient_a_weight()
         yield "plugged core attention", _plugged_core_attention(plain)
         yield "specs", _specs()
+        yield "patched", _patched(plain)
         yield "refused", _refused()
         yield "checkpoints", _checkpoints()
         yield "optimizer", _optimizer_state()
@@ -279,6 +282,37 @@ def _specs() -> None:
         (CpuBackend(), normed, "apart"),
     ):
         assert get_absorbed_mla_module_spec_for_backend(given, backend).params["checkpoint_norms"] == norms
+
+
+def _patched(plain: Any) -> None:
+    """A spec written for megatron-core 0.19, whose core attention takes what 0.19 hands over."""
+    name = "megatron.core.transformer.experimental_attention_variant.absorbed_mla"
+    with mcore_patches.applied("absorbed_mla", strict=True):
+        absorbed = importlib.import_module(name)
+
+        def spec(config: Any) -> ModuleSpec:
+            del config
+            backend = CpuBackend()
+            return ModuleSpec(
+                module=absorbed.AbsorbedMLASelfAttention,
+                params={"attn_mask_type": AttnMaskType.causal},
+                submodules=absorbed.AbsorbedMLASelfAttentionSubmodules(
+                    linear_q_proj=backend.column_parallel_linear(),
+                    linear_q_down_proj=backend.linear(),
+                    linear_q_up_proj=backend.column_parallel_linear(),
+                    linear_kv_down_proj=backend.linear(),
+                    linear_kv_up_proj=backend.column_parallel_linear(),
+                    core_attention=SeesEverything,
+                    linear_proj=backend.row_parallel_linear(),
+                    q_layernorm=IdentityOp,
+                    kv_layernorm=IdentityOp,
+                ),
+            )
+
+        batch = random_batch(2, 16)
+        ours = absorbed_model(plain.state_dict(), spec=spec)
+        compare(outputs(ours, batch), outputs(plain, batch))
+        compare(train_step(ours, batch).gradients, train_step(plain, batch).gradients)
 
 
 def _layer(config: Any, **changes: Any) -> Any:

@@ -33,7 +33,13 @@ def _cases(function: str, release: str, nprocs: int) -> dict[str, object]:
 @pytest.mark.parametrize("release", OLD)
 def test_one_process(release: str) -> None:
     cases = _cases("one_process", release, 1)
-    assert cases.keys() >= VARIANTS | {"one gradient a weight", "plugged core attention", "refused", "checkpoints"}
+    assert cases.keys() >= VARIANTS | {
+        "one gradient a weight",
+        "plugged core attention",
+        "patched",
+        "refused",
+        "checkpoints",
+    }
 
 
 @pytest.mark.parametrize("release", [OLD[0], *(pytest.param(r, marks=pytest.mark.thorough) for r in OLD[1:])])

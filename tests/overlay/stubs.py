@@ -16,7 +16,7 @@ from typing import Any
 
 from mcore_patches.overlay.engine import Engine
 from mcore_patches.overlay.fingerprint import combined_texts
-from mcore_patches.overlay.patch import Below, ConfigField, FieldsTarget, Patch, Target, Verdict, covers
+from mcore_patches.overlay.patch import Below, ConfigField, FieldsTarget, ModuleTarget, Patch, Target, Verdict, covers
 from mcore_patches.overlay.registry import Entry, Registry
 from mcore_patches.overlay.versions import Releases
 
@@ -105,6 +105,16 @@ def target(
 
 def fields_target(*fields: ConfigField, module: str = "megatron.core.config", qualname: str = "Config") -> FieldsTarget:
     return FieldsTarget(modules=(module,), qualname=qualname, fields=fields)
+
+
+def provided_target(module: str = "megatron.core.extra", *names: str, tree: Tree | None = None) -> ModuleTarget:
+    """A target for which `acme_extra` provides `names`; the text in the tree, if there is one, needs it."""
+    made = ModuleTarget(modules=(module,), provider="acme_extra", names=names or ("Thing", "limit"))
+    if tree is None:
+        return made
+    fingerprint = combined_texts([(tree.text(m), q) for m, q in covers(made, module)])
+    assert fingerprint is not None
+    return replace(made, known={fingerprint: "needs"})
 
 
 def patch(id: str, *targets: Any, **options: Any) -> Patch:

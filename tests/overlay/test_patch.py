@@ -60,7 +60,7 @@ def patch_with_id(id):
         (good(known={"abc": "needs"}), "known fingerprint 'abc'; allowed are 64 hexadecimal digits"),
         (FieldsTarget(modules=("m",), qualname="C", fields=()), "allowed is a tuple of at least one ConfigField"),
         (FieldsTarget(modules=("m",), qualname="C", fields=("x",)), "at least one ConfigField"),
-        ("megatron.core.ops:f", "is of type str; allowed are Target and FieldsTarget"),
+        ("megatron.core.ops:f", "is of type str; allowed are Target, FieldsTarget and ModuleTarget"),
     ],
 )
 def test_targets(target, message):

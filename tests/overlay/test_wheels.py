@@ -11,7 +11,7 @@ from mcore_patches.overlay.fingerprint import WheelError
 from mcore_patches.overlay.patch import ConfigField
 from mcore_patches.overlay.registry import Entry, Registry
 from mcore_patches.overlay.wheels import wheel_fingerprints
-from tests.overlay.stubs import OPS, OPS_TEXT, Tree, entry, fields_target, patch, target
+from tests.overlay.stubs import OPS, OPS_TEXT, Tree, entry, fields_target, patch, provided_target, target
 
 CONFIG = "from dataclasses import dataclass\n\n\n@dataclass\nclass Config:\n    layers: int = 1\n    label: str = ''\n"
 
@@ -45,6 +45,8 @@ def test_every_verdict(tmp_path):
         patch("no_module", target(None, "megatron.core.absent:f", known=None)),
         patch("new_fields", fields_target(ConfigField("speed", int, 1))),
         patch("its_fields", fields_target(ConfigField("label", str, ""))),
+        patch("provided", provided_target("megatron.core.absent")),
+        patch("no_package", provided_target("megatron.no.package")),
         patch("half", fields_target(ConfigField("label", str, ""), ConfigField("speed", int, 1))),
     )
     assert {i: verdict for i, (verdict, _) in found.items()} == {
@@ -56,6 +58,8 @@ def test_every_verdict(tmp_path):
         "no_module": "absent",
         "new_fields": "needs",
         "its_fields": "fixed",
+        "provided": "needs",
+        "no_package": "absent",
         "half": "unknown",
     }
     assert found["no_function"][1] == f"{OPS} does not define absent"

@@ -24,6 +24,7 @@ import mcore_patches
 from mcore_patches.overlay import fields
 from mcore_patches.overlay.layers import stack_on
 from mcore_patches.overlay.patch import FieldsTarget, State
+from mcore_patches.overlay.provided_sites import ProvidedSite, site_of
 from mcore_patches.overlay.registry import Registry
 from mcore_patches.overlay.sites import Site
 from tests import releases
@@ -66,9 +67,11 @@ class Walk:
 
     def __init__(self, patch_id: str) -> None:
         self.patch_id = patch_id
-        self.sites = [Site(t) for t in PATCHES[patch_id].targets]
+        self.sites: list[Any] = [site_of(t) for t in PATCHES[patch_id].targets]
+        # A provided module is in place before anybody imports it.
+        self.waits = not all(isinstance(site, ProvidedSite) for site in self.sites)
         self.imported = self.wanted = False
-        self.originals: dict[int, Any] = {}
+        self.originals: dict[Any, Any] = {}
         self.steps: list[str] = []
 
     def do(self, operation: str) -> None:
@@ -80,7 +83,7 @@ class Walk:
             row = mcore_patches.apply_patches(needed(self.patch_id), strict=True)[self.patch_id]
             self.wanted = True
             done = State.ALREADY_APPLIED if again else State.APPLIED
-            assert row.state is (done if self.imported else State.PENDING), row.reason
+            assert row.state is (done if self.imported or not self.waits else State.PENDING), row.reason
         else:
             row = mcore_patches.revert(needed(self.patch_id))[self.patch_id]
             self.wanted = False
@@ -88,13 +91,11 @@ class Walk:
         self.check()
         row = mcore_patches.status()[self.patch_id]
         self.check()
+        would = State.APPLIED if self.imported or not self.waits else State.PENDING
         if self.wanted:
-            assert row.state is (State.APPLIED if self.imported else State.PENDING), row.reason
+            assert row.state is would, row.reason
         else:
-            assert (row.state, row.decision) == (
-                State.NOT_APPLIED,
-                State.APPLIED if self.imported else State.PENDING,
-            ), row.reason
+            assert (row.state, row.decision) == (State.NOT_APPLIED, would), row.reason
 
     def _import(self) -> None:
         assert not any(site.module_name in sys.modules for site in self.sites), "the order starts before the import"
@@ -110,6 +111,9 @@ class Walk:
 
     def check(self) -> None:
         for i, site in enumerate(self.sites):
+            if isinstance(site, ProvidedSite):
+                self._check_provided(i, site)
+                continue
             if not self.imported:
                 assert site.module is None
                 continue
@@ -133,6 +137,21 @@ class Walk:
                     # Outside megatron a name keeps upstream's object, if that is what was imported.
                     outside = name.startswith("elsewhere") and alias is original
                     assert outside or alias is site.current, name
+
+    def _check_provided(self, i: int, site: ProvidedSite) -> None:
+        assert (site.stack is not None and self.patch_id in site.stack.ids) == self.wanted
+        if not self.imported:
+            assert site.module_name not in sys.modules
+            return
+        live = vars(importlib.import_module(site.module_name))
+        for name in site.target.names:
+            from_us = live[name].__module__.startswith("mcore_patches.")
+            assert from_us == self.wanted, name
+            if not from_us:
+                assert self.originals.setdefault((i, name), live[name]) is live[name], "upstream's own object"
+        for alias in (f"megatron.alias_{i}", f"elsewhere_{i}"):
+            # Outside megatron a name keeps what was imported.
+            assert alias.startswith("elsewhere") or vars(sys.modules[alias])["alias"] is live[site.target.qualname]
 
     def _check_fields(self, site: Site) -> None:
         assert isinstance(site.target, FieldsTarget)
