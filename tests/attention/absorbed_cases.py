@@ -32,7 +32,7 @@ from mcore_patches.attention.dsa import (
 from mcore_patches.cpu import parallel
 from mcore_patches.cpu.checkpoint import load_checkpoint, save_checkpoint
 from mcore_patches.cpu.data import Batch, packed_batch, random_batch
-from mcore_patches.cpu.models import CpuBackend, block_spec, build_gpt, mla_attention_spec, mla_config
+from mcore_patches.cpu.models import CpuBackend, Norm, block_spec, build_gpt, mla_attention_spec, mla_config
 from mcore_patches.cpu.parameters import full_parameters, seed_parameters
 from mcore_patches.cpu.training import build_optimizer, schedule_step, train_step, wrap_with_ddp
 
@@ -264,6 +264,12 @@ def _specs() -> None:
     layers = [layer.self_attention for layer in model.decoder.layers]
     assert all(type(layer) is AbsorbedMLASelfAttention and layer.is_split for layer in layers)
     assert isinstance(layers[0].core_attention, LatentAttention)
+    normless = block_spec(config, mla_attention_spec(config)).layer_specs[0]
+    assert with_absorbed_mla(normless, config, CpuBackend()).submodules.input_layernorm is Norm
+    normless.submodules = dataclasses.replace(normless.submodules, input_layernorm=IdentityOp)
+    assert with_absorbed_mla(normless, config, CpuBackend()).submodules.input_layernorm is Norm
+    assert normless.submodules.input_layernorm is IdentityOp, "the spec that was given is left alone"
+
     layer, thing = block.layer_specs[0], type("NoAttention", (), {})
     layer.submodules = dataclasses.replace(layer.submodules, self_attention=ModuleSpec(module=thing))
     with pytest.raises(ValueError, match=r"self_attention=<class .*NoAttention'> is no MLASelfAttention"):

@@ -58,6 +58,8 @@ def get_absorbed_mla_module_spec_for_backend(
 def with_absorbed_mla(spec: Any, config: Any, backend: Any, **options: Any) -> Any:
     """A copy of a layer's or a block's spec whose MLA layers are absorbed MLA layers.
 
+    A layer whose input norm is part of a down-projection (`mla_down_proj_fusion`) gets a norm of its own.
+
     Args:
         spec: `ModuleSpec` of a transformer layer, or `TransformerBlockSubmodules`.
         config, backend, options: as for `get_absorbed_mla_module_spec_for_backend`.
@@ -74,5 +76,7 @@ def with_absorbed_mla(spec: Any, config: Any, backend: Any, **options: Any) -> A
     module = getattr(attention, "module", None)
     if not (isinstance(module, type) and issubclass(module, MLASelfAttention)):
         raise ValueError(f"with_absorbed_mla: self_attention={module} is no MLASelfAttention to replace")
-    absorbed = get_absorbed_mla_module_spec_for_backend(config, backend, **options)
-    return dataclasses.replace(spec, submodules=dataclasses.replace(spec.submodules, self_attention=absorbed))
+    changes = {"self_attention": get_absorbed_mla_module_spec_for_backend(config, backend, **options)}
+    if spec.submodules.input_layernorm in (None, IdentityOp):
+        changes["input_layernorm"] = backend.layer_norm(rms_norm=config.normalization == "RMSNorm", for_qk=False)
+    return dataclasses.replace(spec, submodules=dataclasses.replace(spec.submodules, **changes))
