@@ -133,7 +133,8 @@ def _targets(engine: Engine) -> Iterator[Check]:
         return  # the switches' check has said it
     for row in report:
         for target in row.targets:
-            if target.module and target.module not in sys.modules:
+            lacks_module = target.verdict == "needs" and target.fingerprint is None  # the patch provides it
+            if target.module and target.module not in sys.modules and not lacks_module:
                 try:
                     importlib.import_module(target.module)
                 except Exception as exc:

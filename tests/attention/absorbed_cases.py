@@ -345,6 +345,7 @@ def _refused() -> None:
         "qk_l2_norm": True,
         "rotary_interleaved": True,
         "qk_clip": True,
+        "log_max_attention_logit": True,
         "fp8_param": True,
         "attention_dropout": 0.1,
         "window_size": (3, 0),

@@ -10,6 +10,7 @@ import pytest
 
 from mcore_patches.overlay.errors import NotAppliedError
 from mcore_patches.overlay.patch import ModuleTarget, State
+from mcore_patches.overlay.preflight import diagnose
 from tests.overlay.isolation import isolated
 from tests.overlay.stubs import OPS, engine_for, module, ops_tree, patch, provided_target, target
 
@@ -54,6 +55,17 @@ def test_a_module_that_the_release_lacks(tmp_path):
         module(EXTRA)
     engine.apply(strict=True)
     assert module(EXTRA).Thing.ours
+    engine.revert()
+
+
+@isolated()
+def test_the_doctor_does_not_miss_it(tmp_path):
+    tree_with_provider(tmp_path)
+    engine = engine_for(patch("extra", provided_target()))
+    for done in ("not applied", "applied"):
+        checks = [check for check in diagnose(engine).checks if check.name == "extra"]
+        assert [check.level for check in checks] == ["ok"], (done, checks)
+        engine.apply(strict=True)
     engine.revert()
 
 

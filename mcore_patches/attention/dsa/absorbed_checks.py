@@ -45,8 +45,13 @@ _ADVICE: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ),
     (
         "qk_clip",
-        lambda c: getattr(c, "qk_clip", False) or getattr(c, "log_max_attention_logit", False),
-        "the largest logits are not kept; set qk_clip and log_max_attention_logit to False",
+        lambda c: c.qk_clip,
+        "the largest logits are not kept; set it to False",
+    ),
+    (
+        "log_max_attention_logit",
+        lambda c: c.log_max_attention_logit,
+        "the largest logits are not kept; set it to False",
     ),
     (
         "fp8_param",
