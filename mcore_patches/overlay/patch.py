@@ -156,7 +156,7 @@ class ModuleTarget:
 
     @property
     def name(self) -> str:
-        return f"{self.modules[0]}:{', '.join(self.names)}"
+        return f"{self.modules[0]}:{', '.join(self.names)}+module"
 
 
 AnyTarget = Target | FieldsTarget | ModuleTarget

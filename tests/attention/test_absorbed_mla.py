@@ -30,7 +30,7 @@ def _cases(function: str, release: str, nprocs: int) -> dict[str, object]:
     return first
 
 
-@pytest.mark.parametrize("release", OLD)
+@pytest.mark.parametrize("release", [OLD[0], pytest.param(OLD[1], marks=pytest.mark.thorough), OLD[2]])
 def test_one_process(release: str) -> None:
     cases = _cases("one_process", release, 1)
     assert cases.keys() >= VARIANTS | {

@@ -236,4 +236,4 @@ def test_descriptors_that_cannot_work(changes, message):
 
 
 def test_name():
-    assert provided_target().name == "megatron.core.extra:Thing, limit"
+    assert provided_target().name == "megatron.core.extra:Thing, limit+module"
