@@ -140,9 +140,8 @@ def test_rows_of_a_chunk_fill_whole_waves() -> None:
     assert rows_in_order(100, 2048, 576, 1, 132) == 100
 
 
-@pytest.mark.parametrize("kib", [99, 163, 226])
-def test_plain_kernels_equal_the_oracle(kib: int, deterministic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernels of other GPUs, with as much shared memory as those have."""
+def as_on_other_gpus(kib: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plain kernels, with as much shared memory as GPUs have that are no Hopper."""
     from mcore_patches.ops.sparse_mla import tilelang_kernels
 
     multiprocessors = describe(torch.device("cuda", torch.cuda.current_device())).multiprocessors
@@ -150,6 +149,11 @@ def test_plain_kernels_equal_the_oracle(kib: int, deterministic: bool, monkeypat
     monkeypatch.setattr(tilelang_kernels, "_device", lambda _: Device("sm_90a", kib * 1024, multiprocessors))
     monkeypatch.setattr(tilelang_kernels, "CACHE", type(CACHE)())
     tilelang_kernels._build_first.cache_clear()
+
+
+@pytest.mark.parametrize("kib", [99, 163, 226])
+def test_plain_kernels_equal_the_oracle(kib: int, deterministic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    as_on_other_gpus(kib, monkeypatch)
     for case in (Case(2, 9, 200, 40, 127), Case(1, 7, 90, 1, 65, 512), Case(1, 9, 500, 16, 640)):
         inputs = Inputs.random(case)
         check(inputs.reference(), inputs.run(deterministic=deterministic))
@@ -167,6 +171,23 @@ def test_rows_without_keys_are_zero_and_finite(deterministic: bool) -> None:
     out, lse, dq, dkv = inputs.run(deterministic=deterministic)
     assert not out.any() and not dq.any() and not dkv.any()
     assert (lse == -torch.inf).all()
+
+
+@pytest.mark.parametrize("kib", [None, 99, 226], ids=["hopper", "plain99", "plain226"])
+def test_nan_reaches_the_rows_that_hold_it_and_no_others(kib: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A query of NaN in row 1, a key of NaN that only row 3 selects: no result of theirs may look sound."""
+    if kib is not None:
+        as_on_other_gpus(kib, monkeypatch)
+    inputs = Inputs.random(Case(1, 9, 200, 24, 130))
+    inputs.indices[inputs.indices == 199] = 198
+    clean = inputs.run()
+    inputs.indices[0, 3, 70] = 199
+    inputs.q[0, 1], inputs.kv[0, 199] = torch.nan, torch.nan
+    got = inputs.run()
+    others = [row for row in range(9) if row not in (1, 3)]
+    for name, ref, value in zip(("out", "lse", "dq"), clean, got):
+        assert value[:, [1, 3]].isnan().all(), name
+        assert torch.equal(value[:, others], ref[:, others]), name
 
 
 def test_keys_that_no_row_selects_are_never_read(deterministic: bool) -> None:

@@ -171,11 +171,12 @@ def forward_kernel(width: int, value_width: int, strided: bool = False):
                     T.barrier_arrive(p_ready)
                 T.barrier_wait(p_free, (blocks & 1) ^ 1)
                 for h in T.Parallel(HB):
-                    norm_shared[h] = T.if_then_else(row_sum[h] > 0, 1.0 / row_sum[h], 0.0)
+                    # Equal to 0, not above it: a sum that is NaN makes out and lse NaN.
+                    norm_shared[h] = T.if_then_else(row_sum[h] == 0, 0.0, 1.0 / row_sum[h])
                 T.barrier_arrive(p_ready)
                 for h in T.Parallel(HB):
                     row_sum[h] = T.if_then_else(
-                        row_sum[h] > 0, T.log2(row_sum[h]) * LN2 + row_max[h] * scale, -T.infinity(accum)
+                        row_sum[h] == 0, -T.infinity(accum), T.log2(row_sum[h]) * LN2 + row_max[h] * scale
                     )
                 T.copy(row_sum, Lse[b, row, h0 : h0 + HB])
             elif tx >= 128 and tx < 256:

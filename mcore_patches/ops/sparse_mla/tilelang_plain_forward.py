@@ -106,11 +106,12 @@ def forward_kernel(width: int, value_width: int, tiles: Tiles):
                 T.gemm(p_shared, kv_shared[i % 2, :, 0:value_width], out, policy=T.GemmWarpPolicy.FullCol)
                 T.sync_threads()
             T.ptx_wait_group(0)
+            # Equal to 0, not above it: a sum that is NaN makes out and lse NaN.
             for h, d in T.Parallel(HB, value_width):
-                out[h, d] = T.if_then_else(row_sum[h] > 0, out[h, d] / row_sum[h], 0.0)
+                out[h, d] = T.if_then_else(row_sum[h] == 0, 0.0, out[h, d] / row_sum[h])
             for h in T.Parallel(HB):
                 row_sum[h] = T.if_then_else(
-                    row_sum[h] > 0, T.log2(row_sum[h]) * LN2 + row_max[h] * scale, -T.infinity(accum)
+                    row_sum[h] == 0, -T.infinity(accum), T.log2(row_sum[h]) * LN2 + row_max[h] * scale
                 )
             T.copy(out, Out[b, row, h0 : h0 + HB, :])
             T.copy(row_sum, Lse[b, row, h0 : h0 + HB])
