@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mcore_patches.ops.device import Device, describe
 from mcore_patches.ops.jit import CACHE
-from mcore_patches.ops.sparse_mla import sparse_mla, supports
+from mcore_patches.ops.sparse_mla import ordering, sparse_mla, supports
 from mcore_patches.ops.sparse_mla.naive import sparse_mla_naive
 
 pytestmark = pytest.mark.h100
@@ -122,33 +122,24 @@ def test_equals_the_oracle(case: Case, deterministic: bool) -> None:
 
 @pytest.mark.parametrize("case", [Case(1, 300, 700, 64, 200), Case(2, 150, 300, 128, 65, 512)], ids=str)
 def test_deterministic_in_several_chunks_equals_the_oracle(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    from mcore_patches.ops.sparse_mla import tilelang_kernels
-
-    monkeypatch.setattr(tilelang_kernels, "PARTS_BYTES", 37 * 2 * case.topk * case.width * -(-case.heads // 64))
-    assert tilelang_kernels.rows_in_order(case.rows, case.topk, case.width, -(-case.heads // 64), 132) == 37
+    blocks = -(-case.heads // 64)
+    monkeypatch.setattr(ordering, "PARTS_BYTES", 37 * 2 * case.topk * case.width * blocks)
+    assert ordering.rows_in_order(case.rows, case.topk, case.keys, case.width, blocks, 132) == 37
     inputs = Inputs.random(case)
     check(inputs.reference(), inputs.run(deterministic=True))
 
 
-def test_rows_of_a_chunk_fill_whole_waves() -> None:
-    from mcore_patches.ops.sparse_mla.tilelang_kernels import PARTS_BYTES, rows_in_order
-
-    for topk, width, head_blocks in itertools.product((64, 2048, 4096), (512, 576), (1, 2)):
-        rows = rows_in_order(10**6, topk, width, head_blocks, 132)
-        assert rows * head_blocks % 132 == 0
-        assert rows * topk * width * head_blocks * 2 <= PARTS_BYTES
-    assert rows_in_order(100, 2048, 576, 1, 132) == 100
-
-
 def as_on_other_gpus(kib: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The plain kernels, with as much shared memory as GPUs have that are no Hopper."""
-    from mcore_patches.ops.sparse_mla import tilelang_kernels
+    from mcore_patches.ops.sparse_mla import tilelang_builds, tilelang_kernels
 
     multiprocessors = describe(torch.device("cuda", torch.cuda.current_device())).multiprocessors
     # One name for each amount: kernels are kept by architecture, not by shared memory.
     monkeypatch.setattr(tilelang_kernels, "_device", lambda _: Device("sm_90a", kib * 1024, multiprocessors))
-    monkeypatch.setattr(tilelang_kernels, "CACHE", type(CACHE)())
-    tilelang_kernels._build_first.cache_clear()
+    cache = type(CACHE)()
+    for module in (tilelang_builds, tilelang_kernels):
+        monkeypatch.setattr(module, "CACHE", cache)
+    tilelang_builds.build_first.cache_clear()
 
 
 @pytest.mark.parametrize("kib", [99, 163, 226])
@@ -245,7 +236,7 @@ def test_nothing_is_written_outside_the_results(heads: int) -> None:
     forward = kernels.kernel("forward", device, case.width, strided=False)
     forward(inputs.q, kv, inputs.indices, extent, inputs.scale, out, lse)
     backward = kernels.kernel(
-        "backward", device, case.width, reduction="atomic", **kernels._head_rows(heads), strided=False
+        "backward", device, case.width, reduction="atomic", **kernels.head_rows(heads), strided=False
     )
     delta = (out.float() * inputs.dout.float()).sum(-1)
     arguments = (inputs.q, kv, inputs.dout, inputs.indices, inputs.indices, extent, lse, delta, inputs.scale)

@@ -26,7 +26,8 @@ COLUMNS = (
 RESULTS = Path(__file__).with_name("results.csv")
 
 
-def _version(name: str) -> str:
+def installed(name: str) -> str:
+    """Its version, or "none"."""
     try:
         return version(name)
     except PackageNotFoundError:
@@ -49,9 +50,9 @@ def row(bench: str, case: str, metric: str, value: float, unit: str) -> dict[str
         "value": f"{value:.4g}",
         "unit": unit,
         "device": device(),
-        "torch": _version("torch"),
-        "tilelang": _version("tilelang"),
-        "megatron_core": _version("megatron-core"),
+        "torch": installed("torch"),
+        "tilelang": installed("tilelang"),
+        "megatron_core": installed("megatron-core"),
         "command": shlex.join(["python", "-m", sys.modules["__main__"].__spec__.name, *sys.argv[1:]]),
     }
 

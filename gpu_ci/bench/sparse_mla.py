@@ -5,9 +5,18 @@
 
 One document, random causal selections. Kernels are called as their autograd functions call them; megatron's SparseMLA
 runs its forward once more in the backward, so the "hook" lines time `fused_sparse_mla_absorbed` as a whole with
-sparse_mla_nope alone and with sparse_mla_fast. FLOPs are 2 T H K (D + 512) forward and 2 T H K (3 D + 1024) backward.
+sparse_mla_nope alone and with sparse_mla_fast. Nominal work is 2 T H K (D + 512) FLOPs forward and 2 T H K (3 D + 1024)
+backward, ids of -1 included, as the installed kernels count theirs; results.csv has the share of ids that are keys.
 The floor of the atomic backward is the time in which fp32 atomics, eight lanes to a line of 128 bytes, add as many rows
 to the same keys without computing them. What would take longer than is left of `--seconds` is not started and named.
+
+cuDNN frontend is timed where it can be imported:
+
+    E="nvidia-cudnn-frontend==1.32.0 nvidia-cutlass-dsl==4.8.1 nvidia-cutlass-dsl-libs-base==4.8.1"
+    E="$E nvidia-cutlass-dsl-libs-core==4.8.1 nvidia-cutlass-dsl-libs-cu13==4.8.1 protobuf"
+    EXTRA="$E" gpu_ci/pack.sh
+
+and PYTHONPATH=/tmp/site:/tmp/site/nvidia_cutlass_dsl/dsl_packages:$PWD where that is unpacked to /tmp/site.
 """
 
 from __future__ import annotations
@@ -35,6 +44,7 @@ from gpu_ci.bench.qsa import Clock, matrix_ceiling, milliseconds
 from gpu_ci.kernels.sparse_mla_probe import error, installed, random_causal
 from mcore_patches.ops.device import device_of
 from mcore_patches.ops.sparse_mla import tilelang_kernels
+from mcore_patches.ops.sparse_mla.ordering import order_is_faster
 
 BENCH, DETAILS = "sparse_mla", "sparse_mla_details"  # README shows the rows of the former
 HEADLINES = {f"T16384-H{heads}-D576-K2048" for heads in (16, 64, 128)}  # the shapes that the goals are set for
@@ -90,7 +100,7 @@ class Case:
     def takes_order(self) -> bool:
         """Whether `backward` sums dKV in order without being asked to."""
         device = device_of(self.q.device)
-        return tilelang_kernels.order_is_faster(device, *self.ids.shape[1:], self.kv.shape[1], self.width)
+        return order_is_faster(device, *self.ids.shape[1:], self.kv.shape[1], self.width, self.heads)
 
 
 def build_seconds(width: int, heads: int, deterministic: bool = False, cache: str | None = None) -> float:
@@ -271,7 +281,7 @@ class Bench:
         speed = case.gflops[kind] / ms
         for metric, value, unit in (
             ("", ms, "ms"),
-            (", useful work", speed, "TFLOP/s"),
+            (", nominal work", speed, "TFLOP/s"),
             (", of the matrix ceiling", speed / self.ceiling, ""),
         ):
             self.row(case.name, f"{who}: {kind}{metric}", value, unit)
@@ -300,9 +310,10 @@ class Bench:
             self.headline(case.name, "backward, deterministic / atomic", ordered / atomic)
         run = self.attempt("cuDNN frontend", work, lambda: cudnn_backward(case))
         if run is not None:
-            cudnn = self.timed(case, "cuDNN frontend", "backward", run)
+            who = f"cuDNN frontend {results.installed('nvidia-cudnn-frontend')}"
+            cudnn = self.timed(case, who, "backward", run)
             if cudnn and ours:
-                self.headline(case.name, "backward, cuDNN frontend / ours", cudnn / ours)
+                self.headline(case.name, f"backward, {who} / ours", cudnn / ours)
         self.floor(case, atomic)
         if with_hook:
             self.hooks(case)

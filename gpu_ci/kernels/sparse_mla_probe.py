@@ -171,14 +171,15 @@ def section_check(which, shared_kib="0"):
     import torch
 
     from mcore_patches.ops.device import Device
+    from mcore_patches.ops.sparse_mla import ordering
     from mcore_patches.ops.sparse_mla import tilelang_kernels as kernels
 
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = True
     if shared_kib != "0":
         kernels._device = lambda _: Device("sm_90a", int(shared_kib) * 1024, 132)
-        kernels._build_first = lambda *_: None
-    kernels.PARTS_BYTES = 6 * 2**20  # several chunks
+        kernels.build_first = lambda *_: None
+    ordering.PARTS_BYTES = 6 * 2**20  # several chunks
     for width in (512, 576) if shared_kib == "0" else (576,):
         for number, case in enumerate(CASES):
             label = which if shared_kib == "0" else f"{which} plain {shared_kib} KiB"

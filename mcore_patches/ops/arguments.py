@@ -29,6 +29,8 @@ def check_tensor(
     """Fail unless `tensor` has one of `dtypes`, the rank of `layout` ("Tq, Hq, D") and the `sizes` of its names."""
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{op}: {name} must be a tensor [{layout}], got {type(tensor).__name__}")
+    if tensor.layout is not torch.strided:
+        raise TypeError(f"{op}: {name} must be a dense tensor, torch.strided, got {tensor.layout}")
     if tensor.dtype not in dtypes:
         allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in dict.fromkeys(dtypes))
         raise TypeError(f"{op}: {name} must be {allowed}, got {str(tensor.dtype).removeprefix('torch.')}")

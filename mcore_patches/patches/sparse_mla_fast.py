@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 from mcore_patches.overlay.errors import said
@@ -51,7 +52,8 @@ def build(below: Below) -> Callable[..., Any]:
         query: torch.Tensor, key: torch.Tensor, topk_indices: torch.Tensor, softmax_scale: float | None, v_channels: int
     ) -> tuple[torch.Tensor | None, str]:
         """The output, or None and why our kernels do not run this call."""
-        reason = declines(query, key, topk_indices, v_channels) or _cannot(query, key, topk_indices, softmax_scale)
+        reason = declines(query, key, topk_indices, v_channels)
+        reason = reason or _cannot(query, key, topk_indices, softmax_scale, v_channels)
         if reason is not None:
             return None, reason
         q, kv = query.permute(1, 0, 2, 3), key.permute(1, 0, 2, 3)
@@ -112,13 +114,22 @@ def _on_device(query: torch.Tensor) -> bool:
     return query.is_cuda
 
 
-def _cannot(query: Any, key: Any, topk_indices: Any, softmax_scale: float | None) -> str | None:
+def _cannot(query: Any, key: Any, topk_indices: Any, softmax_scale: Any, v_channels: Any) -> str | None:
     """Why a well-formed call is not for our kernels, or None. Without tensor sizes, so that equal reasons count."""
     if not (query.numel() and key.size(0) and topk_indices.size(-1)):
         return "there is nothing to attend to: query, key or topk_indices is empty"
-    if softmax_scale is not None and not 0 < softmax_scale < math.inf:
+    if not isinstance(v_channels, int):
+        return "v_channels must be an int"
+    if softmax_scale is None:
+        return None
+    if isinstance(softmax_scale, bool) or not isinstance(softmax_scale, Real):
+        return "softmax_scale must be a number"
+    if not 0 < softmax_scale < math.inf:
         return "softmax_scale must be finite and above 0"
-    return None
+    # By statement: torch.compile follows it.
+    from mcore_patches.ops.sparse_mla.inputs import LARGEST_SCALE
+
+    return f"softmax_scale must be at most {LARGEST_SCALE}" if softmax_scale > LARGEST_SCALE else None
 
 
 def probe(probing: Probing) -> Finding:

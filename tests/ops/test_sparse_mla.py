@@ -525,7 +525,7 @@ def test_compiled_auto_asks_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None
 def test_operators_keep_torchs_rules(needs: tuple[bool, bool]) -> None:
     """Schema, aliasing, and shapes, strides and dtypes of the traced against the real results."""
     x = Inputs.random(Case(2, 6, 9, 3, 5), torch.bfloat16)
-    forward = (x.q, x.kv, x.indices, x.scale, x.v_channels, "chunked")
+    forward = (x.q, x.kv, x.indices, x.scale, x.v_channels, False, "chunked")
     tests = ("test_schema", "test_faketensor")
     torch.library.opcheck(autograd.forward_op, forward, test_utils=tests)
     _, lse = autograd.forward_op(*forward)
@@ -615,6 +615,7 @@ def arguments(**changes: Any) -> dict[str, Any]:
 
 FAULTS = {
     "q-list": ({"q": [1.0]}, TypeError, r"q must be a tensor \[B, S, H, Dqk\], got list"),
+    "q-sparse": ({"q": torch.zeros(2, 3, 4, 24).to_sparse()}, TypeError, "q must be a dense tensor, .*sparse_coo"),
     "q-int": ({"q": torch.zeros(2, 3, 4, 24, dtype=torch.int32)}, TypeError, "q must be bfloat16, .*, got int32"),
     "q-3d": ({"q": torch.zeros(2, 3, 24)}, ValueError, r"q must be \[B, S, H, Dqk\], got \(2, 3, 24\)"),
     "kv-none": ({"kv": None}, TypeError, r"kv must be a tensor \[B, Skv, 1, Dqk\], got NoneType"),
@@ -640,6 +641,8 @@ FAULTS = {
     "scale-none": ({"scale": None}, TypeError, "scale must be a number, got None"),
     "scale-tensor": ({"scale": torch.ones(())}, TypeError, "scale must be a number, got tensor"),
     "scale-nan": ({"scale": float("nan")}, ValueError, "scale must be finite and above 0, got nan"),
+    "scale-large": ({"scale": 1e39}, ValueError, r"scale must be at most 1e\+38, got 1e\+39"),
+    "scale-beyond-float": ({"scale": 10**400}, ValueError, r"scale must be at most 1e\+38, got 1000"),
     "deterministic": ({"deterministic": 1}, TypeError, "deterministic must be a bool, got 1"),
     "backend": ({"backend": "triton"}, ValueError, "backend must be one of auto, naive, chunked, tilelang, got 'trit"),
 }
@@ -674,8 +677,9 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
     module = types.ModuleType("kernels_of_a_test")
     calls: list[tuple[Any, ...]] = []
 
-    def forward(q: Tensor, kv: Tensor, indices: Tensor, scale: float, v_channels: int) -> tuple[Tensor, Tensor]:
-        calls.append(("forward", scale, v_channels))
+    def forward(q: Tensor, kv: Tensor, indices: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+        calls.append(("forward", *options))
+        v_channels = options[1]
         return q.new_full((*q.shape[:3], v_channels), 1.0), q.new_full(q.shape[:3], 2.0)
 
     def backward(
@@ -707,7 +711,7 @@ def test_kernels_run_where_they_support_the_arguments(kernels: types.ModuleType,
     out, lse = sparse_mla(**a, backend=backend)
     assert_identical("out", torch.ones(2, 3, 4, 16), out)
     assert_identical("lse", torch.full((2, 3, 4), 2.0), lse)
-    assert kernels.calls == [("forward", 1.0, 16)]
+    assert kernels.calls == [("forward", 1.0, 16, False)]
 
 
 @pytest.mark.parametrize("wanted", [["q"], ["kv"], ["q", "kv"]], ids="+".join)
@@ -723,7 +727,7 @@ def test_gradients_of_the_kernels(kernels: types.ModuleType, wanted: list[str]) 
             assert_identical(f"d{name}", torch.full_like(a[name], value), a[name].grad)
         else:
             assert a[name].grad is None
-    assert kernels.calls == [("forward", 1.0, 16), ("backward", 3.0, 1.0, 16, True)]
+    assert kernels.calls == [("forward", 1.0, 16, True), ("backward", 3.0, 1.0, 16, True)]
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
@@ -736,7 +740,7 @@ def test_compiled_graph_calls_the_kernels(kernels: types.ModuleType) -> None:
         out.backward(torch.full_like(out, 3.0))
         assert (a["q"].grad == 4.0).all()
     assert counter.frame_count == 1
-    assert kernels.calls == [("forward", 1.0, 16), ("backward", 3.0, 1.0, 16, False)] * 3
+    assert kernels.calls == [("forward", 1.0, 16, False), ("backward", 3.0, 1.0, 16, False)] * 3
 
 
 def test_declined_arguments_run_chunked_or_raise_the_reason(kernels: types.ModuleType) -> None:

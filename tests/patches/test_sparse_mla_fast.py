@@ -30,16 +30,17 @@ class Kernels(types.ModuleType):
     def __init__(self) -> None:
         super().__init__(backends.KERNELS)
         self.calls: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor, float]] = []
-        self.deterministic: list[bool] = []
+        self.deterministic: list[bool] = []  # of forwards and backwards in turn
         self.reason = ""
         self.error: Exception | None = None
 
     def supports(self, q, kv, indices, v_channels):
         return not self.reason, self.reason
 
-    def forward(self, q, kv, indices, scale, v_channels):
+    def forward(self, q, kv, indices, scale, v_channels, deterministic):
         if self.error:
             raise self.error
+        self.deterministic.append(deterministic)
         self.calls.append((q.clone(), kv.clone(), indices.clone(), scale))
         return chunked.forward(q, kv, indices, scale, v_channels)
 
@@ -115,7 +116,7 @@ def test_deterministic_algorithms_ask_for_the_deterministic_backward(tmp_path):
     for wanted in (False, True, False):
         torch.use_deterministic_algorithms(wanted)
         module.fused_sparse_mla_absorbed(query, key, topk, 0.5, 512).sum().backward()
-    assert kernels.deterministic == [False, True, False]
+    assert kernels.deterministic == [False, False, True, True, False, False]
 
 
 # Going one layer down -------------------------------------------------------------------------------------------------
@@ -189,14 +190,19 @@ def test_malformed_calls_get_upstream_s_answer(tmp_path, kind):
         ({}, -1.0, "softmax_scale must be finite and above 0"),
         ({}, float("inf"), "softmax_scale must be finite and above 0"),
         ({}, float("nan"), "softmax_scale must be finite and above 0"),
+        ({}, 1e39, "softmax_scale must be at most 1e+38"),
+        ({}, True, "softmax_scale must be a number"),
+        ({}, torch.tensor(0.5), "softmax_scale must be a number"),
+        ({"v_channels": 512.0}, 0.5, "v_channels must be an int"),
     ],
 )
 @isolated("torch")
 def test_calls_that_only_the_installed_kernel_takes(tmp_path, changes, scale, reason):
     module, kernels, theirs = on_a_device(tmp_path)
     shape = {"sq": 2, "b": 1, "heads": 16, "width": 576, "skv": 4, "k": 64} | changes
+    v_channels = shape.pop("v_channels", 512)
     query, key, topk = inputs(**shape)
-    assert module.fused_sparse_mla_absorbed(query, key, topk, scale, 512) is not None
+    assert module.fused_sparse_mla_absorbed(query, key, topk, scale, v_channels) is not None
     (said,) = counters()["declines"]
     assert reason in said
     assert (len(theirs.calls), kernels.calls) == (1, [])

@@ -32,7 +32,7 @@ class _SparseMLA(torch.autograd.Function):
         deterministic: bool,
         backend: str,
     ) -> tuple[Tensor, Tensor]:
-        out, lse = forward_op(q, kv, indices, scale, v_channels, backend)
+        out, lse = forward_op(q, kv, indices, scale, v_channels, deterministic, backend)
         # The chunked backward sees all keys of a row at a time and needs no `out`.
         ctx.save_for_backward(q, kv, indices, out if backend == "tilelang" else None, lse)
         ctx.mark_non_differentiable(lse)
@@ -54,17 +54,20 @@ class _SparseMLA(torch.autograd.Function):
 
 @torch.library.custom_op("mcore_patches::sparse_mla_forward", mutates_args=())
 def forward_op(
-    q: Tensor, kv: Tensor, indices: Tensor, scale: float, v_channels: int, backend: str
+    q: Tensor, kv: Tensor, indices: Tensor, scale: float, v_channels: int, deterministic: bool, backend: str
 ) -> tuple[Tensor, Tensor]:
+    """(out, lse). Nothing here depends on `deterministic`: the kernels of the backward are built with the forward's."""
     if backend == "tilelang":
         from mcore_patches.ops.sparse_mla import tilelang_kernels
 
-        return tilelang_kernels.forward(q, kv, indices, scale, v_channels)
+        return tilelang_kernels.forward(q, kv, indices, scale, v_channels, deterministic)
     return chunked.forward(q, kv, indices, scale, v_channels)
 
 
 @forward_op.register_fake
-def _(q: Tensor, kv: Tensor, indices: Tensor, scale: float, v_channels: int, backend: str) -> tuple[Tensor, Tensor]:
+def _(
+    q: Tensor, kv: Tensor, indices: Tensor, scale: float, v_channels: int, deterministic: bool, backend: str
+) -> tuple[Tensor, Tensor]:
     return q.new_empty((*q.shape[:3], v_channels)), q.new_empty(q.shape[:3], dtype=accumulation_dtype(q.dtype))
 
 

@@ -3,7 +3,7 @@
 The kernels are this package's module `tilelang_kernels`, imported when first needed, with
 
     supports(q, kv, indices, v_channels) -> (bool, reason)
-    forward(q, kv, indices, scale, v_channels) -> (out, lse)
+    forward(q, kv, indices, scale, v_channels, deterministic) -> (out, lse)
     backward(q, kv, indices, out, lse, dout, scale, v_channels, deterministic) -> (dq, dkv)
 
 on the tensors of `sparse_mla`, none of the results sharing memory with an argument.

@@ -9,6 +9,7 @@ from torch import Tensor
 from mcore_patches.ops.arguments import FLOATS, check_bool, check_int, check_tensor
 
 OP = "sparse_mla"
+LARGEST_SCALE = 1e38  # the kernels multiply it by 1 / ln 2 in float32
 INTS = (torch.int32, torch.int64)
 
 
@@ -27,4 +28,6 @@ def check_inputs(q: Tensor, kv: Tensor, indices: Tensor, scale: float, v_channel
     # Comparisons, false for NaN, also work where torch.compile takes the scale as a symbol; math.isfinite does not.
     if not 0 < scale < math.inf:
         raise ValueError(f"{OP}: scale must be finite and above 0, got {scale!r}")
+    if scale > LARGEST_SCALE:
+        raise ValueError(f"{OP}: scale must be at most {LARGEST_SCALE}, got {scale!r}")
     check_bool(OP, "deterministic", deterministic)

@@ -1,23 +1,29 @@
-"""Sparse MLA on TileLang: which arguments the kernels take, how kernels are built, and their launches."""
+"""Sparse MLA on TileLang: which arguments the kernels take, `warmup`, and the launches."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mcore_patches.ops.device import HOPPER, Device, SparseMLADesign, device_of, sparse_mla_design
-from mcore_patches.ops.jit import CACHE, TRACING, Key, build_together, compile_kernel
+from mcore_patches.ops.arguments import check_bool, check_int
+from mcore_patches.ops.device import Device, device_of, sparse_mla_design
+from mcore_patches.ops.jit import CACHE, KernelBuildError, build_together
+from mcore_patches.ops.sparse_mla import backends
+from mcore_patches.ops.sparse_mla.ordering import ROWS_PER_WORD, USES_OF_A_KEY, order_is_faster, rows_in_order
+from mcore_patches.ops.sparse_mla.tilelang_builds import (
+    build_first,
+    design_of,
+    first_builds,
+    head_blocks_of,
+    head_rows,
+    kernel,
+    reduction_of,
+)
 
-VALUE_WIDTH = 512
-# Parts of dKV that the ordered backward stores before it sums them.
-PARTS_BYTES = 2 * 2**30
-# An fp32 dKV above this leaves a Hopper's L2 cache (50 MB) too often for atomics: storing parts and adding them up is
-# faster from about here on (gpu_ci/kernels/NOTES.md).
-MOST_ATOMIC_BYTES = 96 * 2**20
+WIDTHS = (512, 576)
 ALIGNMENT = 16  # bytes: of the copy engine's strides and of one asynchronous copy
 
 
@@ -46,99 +52,45 @@ def _fault(arch: str, width: int) -> str:
     return CACHE.failure_of("sparse_mla", arch, width) or ""
 
 
-def _design(device: Device, width: int) -> SparseMLADesign:
-    design = sparse_mla_design(device.arch, device.shared_bytes, torch.bfloat16, width, VALUE_WIDTH)
-    if isinstance(design, str):
-        raise ValueError(f"sparse_mla: {design}")
-    return design
-
-
-def kernel(name: str, device: Device, width: int, **shape: Any) -> Any:
-    """The compiled kernel called `name`, built on the first call; `shape` is what its builder takes besides widths.
-
-    Raises:
-        KernelBuildError: it does not compile for the device's architecture.
-    """
-    key = ("sparse_mla", device.arch, width, name, *shape.values())
-    return CACHE.get(key, functools.partial(_build, key, name, device, width, shape))
-
-
-def _build(key: Key, name: str, device: Device, width: int, shape: dict[str, Any]) -> Any:
-    from mcore_patches.ops.sparse_mla import (
-        tilelang_backward,
-        tilelang_delta,
-        tilelang_extent,
-        tilelang_few_heads,
-        tilelang_forward,
-        tilelang_ordered,
-        tilelang_plain_backward,
-        tilelang_plain_forward,
-    )
-
-    design = _design(device, width)
-    source: Any
-    build: Callable[..., Any]
-    if name == "forward" and design.forward is None:
-        source, build = tilelang_forward, functools.partial(tilelang_forward.forward_kernel, width, VALUE_WIDTH)
-    elif name == "forward":
-        source = tilelang_plain_forward
-        build = functools.partial(source.forward_kernel, width, VALUE_WIDTH, tiles=design.forward)
-    elif name == "backward" and design.backward is None and shape["head_rows"] == tilelang_few_heads.HEAD_ROWS:
-        source, shape = tilelang_few_heads, {n: v for n, v in shape.items() if n != "head_rows"}
-        build = functools.partial(source.backward_kernel, width, VALUE_WIDTH)
-    elif name == "backward" and design.backward is None:
-        source, build = tilelang_backward, functools.partial(tilelang_backward.backward_kernel, width, VALUE_WIDTH)
-    elif name == "backward":
-        source = tilelang_plain_backward
-        build = functools.partial(source.backward_kernel, width, VALUE_WIDTH, tiles=design.backward)
-    elif name == "delta":
-        source, build = tilelang_delta, functools.partial(tilelang_delta.delta_kernel, VALUE_WIDTH)
-    elif name == "extent":
-        source, build = tilelang_extent, tilelang_extent.extent_kernel
-    elif name == "sum":
-        source, build = tilelang_ordered, functools.partial(tilelang_ordered.sum_kernel, width)
-    else:
-        source, build = tilelang_ordered, getattr(tilelang_ordered, f"{name}_kernel")
-    with TRACING:
-        function = build(**shape)
-    return compile_kernel(key, function, arch=device.arch, pass_configs=source.PASS_CONFIGS)
-
-
 def warmup(
-    device: torch.device | str = "cuda", *, width: int = 576, heads: int = 64, deterministic: bool = False
+    device: torch.device | str = "cuda",
+    *,
+    width: int = 576,
+    heads: int = 64,
+    keys: int = 0,
+    strided: bool = False,
+    deterministic: bool = False,
 ) -> float:
-    """Build what forward and backward of one width need, side by side; seconds it took, 0 if all was built.
+    """Build what forward and backward of such calls take, side by side; seconds it took, 0 if all was built.
 
-    The first call of `forward` does the same, so that the backward does not wait a second time. Only whether there are
-    up to 16, 32 or more `heads` matters, and to the deterministic backward their number of blocks.
+    The first call of `forward` does the same, so that the backward does not wait a second time.
+
+    Args:
+        width: Dqk, 512 or 576.
+        heads: only whether there are up to 16, up to 32 or more matters, and to the ordered backward their number of
+            blocks.
+        keys: Skv of calls with as many rows; for long sequences they take the ordered backward by themselves.
+        strided: q is not contiguous, as megatron-core's [S, B, H, D] seen from [B, S, H, D] is for B > 1.
+        deterministic: calls ask for it.
 
     Raises:
+        TypeError, ValueError: an argument is none of these, or the kernels do not run on the device.
         KernelBuildError: one of them does not compile.
     """
-    builds = _first_builds(_device(torch.device(device)), width, deterministic, heads)
+    op, where = "sparse_mla warmup", torch.device(device)
+    if where.type != backends.KERNELS_DEVICE:
+        raise ValueError(f"{op}: device must be {backends.KERNELS_DEVICE}, got {device}")
+    if width not in WIDTHS:
+        raise ValueError(f"{op}: width must be 512 or 576, got {width!r}")
+    check_int(op, "heads", heads, 1)
+    check_int(op, "keys", keys, 0)
+    check_bool(op, "strided", strided)
+    check_bool(op, "deterministic", deterministic)
+    there = _device(where)
+    ordered = deterministic or order_is_faster(there, keys, USES_OF_A_KEY, keys, width, heads)
     before = CACHE.builds
-    seconds = build_together(builds)
+    seconds = build_together(first_builds(there, width, heads, strided and _strides_survive(), ordered, True))
     return seconds if CACHE.builds > before else 0.0
-
-
-@functools.cache
-def _build_first(device: Device, width: int, deterministic: bool, heads: int) -> None:
-    build_together(_first_builds(device, width, deterministic, heads))
-
-
-def _first_builds(device: Device, width: int, deterministic: bool, heads: int) -> list[Callable[[], Any]]:
-    design = _design(device, width)
-    shape: dict[str, Any] = _head_rows(heads) | {"strided": False} if design.backward is None else {}
-    names: list[tuple[str, dict[str, Any]]] = [
-        ("backward", {"reduction": "store" if deterministic else "atomic", **shape}),
-        ("forward", {} if design.forward else {"strided": False}),
-        ("delta", {}),
-        ("extent", {}),
-    ]
-    if deterministic:
-        names += [("mark", {}), ("rank", {}), ("locate", {})]
-        names.append(("sum", {"parts_of_entry": -(-heads // design.backward_heads)}))
-    return [functools.partial(kernel, name, device, width, **values) for name, values in names]
 
 
 def _int32(indices: Tensor) -> Tensor:
@@ -167,11 +119,6 @@ def _strides_survive() -> bool:
     return tuple(tvm_ffi.from_dlpack(torch.empty(8).as_strided((1, 1), (8, 1))).strides) == (8, 1)
 
 
-def _head_rows(heads: int) -> dict[str, int]:
-    """How many heads the Hopper backward is built for. Up to 16 it is another kernel."""
-    return {"head_rows": 16 if heads <= 16 else 32 if heads <= 32 else 64}
-
-
 def _extent(indices: Tensor, keys: int, device: Device, width: int) -> Tensor:
     extent = torch.empty(indices.shape[:2], dtype=torch.int32, device=indices.device)
     kernel("extent", device, width)(indices.view(-1, indices.shape[-1]), keys, extent.view(-1))
@@ -187,13 +134,19 @@ def _tiled(design_is_plain: bool, *tensors: Tensor) -> tuple[dict[str, Any], lis
     return {"strided": True}, [_readable(t) for t in tensors]
 
 
-def forward(q: Tensor, kv: Tensor, indices: Tensor, scale: float, v_channels: int) -> tuple[Tensor, Tensor]:
-    """out bf16 [B,S,H,512] and lse fp32 [B,S,H] (natural log) of q [B,S,H,D], kv [B,Skv,1,D], indices [B,S,K]."""
+def forward(
+    q: Tensor, kv: Tensor, indices: Tensor, scale: float, v_channels: int, deterministic: bool = False
+) -> tuple[Tensor, Tensor]:
+    """out bf16 [B,S,H,512] and lse fp32 [B,S,H] (natural log) of q [B,S,H,D], kv [B,Skv,1,D], indices [B,S,K].
+
+    The first call builds the kernels of the backward as well, here where a caller can still decline, and also without
+    gradients: activation recomputation begins like that. deterministic: which backward that is.
+    """
     batch, rows, heads, width = q.shape
     device = _device(q.device)
-    ordered = order_is_faster(device, rows, indices.shape[-1], kv.shape[1], width)
-    _build_first(device, width, ordered or torch.are_deterministic_algorithms_enabled(), heads)
-    shape, (q,) = _tiled(_design(device, width).forward is not None, q)
+    shape, (q,) = _tiled(design_of(device, width).forward is not None, q)
+    ordered = deterministic or order_is_faster(device, rows, indices.shape[-1], kv.shape[1], width, heads)
+    build_first(device, width, heads, shape.get("strided", False), ordered, True)
     ids = _int32(indices)
     out = torch.empty(batch, rows, heads, v_channels, dtype=q.dtype, device=q.device)
     lse = torch.empty(batch, rows, heads, dtype=torch.float32, device=q.device)
@@ -219,23 +172,32 @@ def backward(
 
     dkv is summed in fp32 by atomics, or, if `ordered`, from parts rounded to bf16 (as P and dS are) in a fixed order.
     None: in order where `deterministic` asks for it or `order_is_faster`.
+
+    Raises:
+        KernelBuildError: a kernel that the forward did not need to build, as that for a dout of other strides than q's,
+            does not compile.
     """
     batch, rows, heads, width = q.shape
     device = _device(q.device)
     if ordered is None:
-        ordered = deterministic or order_is_faster(device, rows, indices.shape[-1], kv.shape[1], width)
-    _build_first(device, width, ordered, heads)
-    plain = _design(device, width).backward is not None
+        ordered = deterministic or order_is_faster(device, rows, indices.shape[-1], kv.shape[1], width, heads)
+    plain = design_of(device, width).backward is not None
     shape, (q, dout) = _tiled(plain, q, dout)
+    try:
+        build_first(device, width, heads, shape.get("strided", False), ordered, False)
+    except KernelBuildError as error:
+        raise KernelBuildError(
+            f"sparse_mla: this backward cannot run, and further calls of width {width} will be declined: {error}"
+        ) from error
     if not plain:
-        shape = _head_rows(heads) | shape
+        shape = head_rows(heads) | shape
     ids, kv, lse = _int32(indices), _readable(kv.squeeze(2)), lse.contiguous()
     delta = torch.empty_like(lse)
     kernel("delta", device, width)(out.contiguous(), dout, delta)
     extent = _extent(ids, kv.shape[1], device, width)
     dq = torch.empty(batch, rows, heads, width, dtype=q.dtype, device=q.device)
     dkv = torch.zeros(batch, kv.shape[1], width, dtype=torch.float32, device=q.device)
-    reduction = "store" if ordered else "atomic"
+    reduction = reduction_of(ordered)
     run = kernel("backward", device, width, reduction=reduction, **shape)
     if ordered:
         for b in range(batch):
@@ -243,14 +205,6 @@ def backward(
     else:
         run(q, kv, dout, ids, ids, extent, lse, delta, scale, dq, dkv)
     return dq, _channels_in_order(dkv, device, reduction).unsqueeze(2)
-
-
-def order_is_faster(device: Device, rows: int, topk: int, keys: int, width: int) -> bool:
-    """Whether adding up stored parts of dKV beats atomics: it is too large for the cache, and keys are used often.
-
-    Measured on Hopper only, so other GPUs take atomics.
-    """
-    return device.arch == HOPPER and 4 * keys * width > MOST_ATOMIC_BYTES and rows * topk >= 4 * keys
 
 
 def _backward_in_order(
@@ -272,9 +226,9 @@ def _backward_in_order(
     heads, width = q.shape[2:]
     rows, topk = ids.shape[1:]
     keys = kv.shape[1]
-    head_blocks = -(-heads // _design(device, width).backward_heads)
-    chunk = rows_in_order(rows, topk, width, head_blocks, device.multiprocessors)
-    words = -(-chunk // 32)
+    head_blocks = head_blocks_of(heads, device, width)
+    chunk = rows_in_order(rows, topk, keys, width, head_blocks, device.multiprocessors)
+    words = -(-chunk // ROWS_PER_WORD)
     new = functools.partial(torch.empty, dtype=torch.int32, device=q.device)
     parts = new(1, chunk * topk * head_blocks, width, dtype=q.dtype)
     slots, before, count = new(chunk, topk), new(words, keys), new(keys)
@@ -304,24 +258,12 @@ def _backward_in_order(
         add(parts[0], count, ends, times, dkv[b])
 
 
-def rows_in_order(rows: int, topk: int, width: int, head_blocks: int, multiprocessors: int) -> int:
-    """Rows of a chunk of the deterministic backward: parts of about `PARTS_BYTES`, whole waves of blocks.
-
-    Entries are numbered by int32.
-    """
-    most = min(PARTS_BYTES // (2 * topk * width * head_blocks), (2**31 - 1) // (topk * head_blocks))
-    if most >= rows:
-        return rows
-    wave = -(-multiprocessors // head_blocks)
-    return max(1, most // wave * wave or most)
-
-
 def _channels_in_order(dkv: Tensor, device: Device, reduction: str) -> Tensor:
     """dkv [B, Skv, D] rounded to bf16, its channels where they belong (see `tilelang_scatter.group`)."""
     from mcore_patches.ops.sparse_mla.tilelang_scatter import WGMMA_COLUMNS, group
 
     width = dkv.shape[-1]
-    if _design(device, width).backward is not None:
+    if design_of(device, width).backward is not None:
         return dkv.to(torch.bfloat16)
     tiles = group(reduction) // WGMMA_COLUMNS
     result = torch.empty(dkv.shape, dtype=torch.bfloat16, device=dkv.device)

@@ -12,8 +12,9 @@ occurs n times in a row is one entry, whose equal parts all land in one place, a
 import tilelang
 import tilelang.language as T
 
+from mcore_patches.ops.sparse_mla.ordering import ROWS_PER_WORD
+
 PASS_CONFIGS = {tilelang.PassConfigKey.TL_DISABLE_SAFE_MEMORY_ACCESS: True}  # every access is guarded by hand
-ROWS_PER_WORD = 32
 KEYS_PER_BLOCK = 128
 THREADS = 256
 PARTS_IN_FLIGHT = 4  # loads that a thread issues before it uses the first
