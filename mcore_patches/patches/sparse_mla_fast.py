@@ -114,7 +114,7 @@ def _on_device(query: torch.Tensor) -> bool:
     return query.is_cuda
 
 
-def _cannot(query: Any, key: Any, topk_indices: Any, softmax_scale: Any, v_channels: Any) -> str | None:
+def _cannot(query: Any, key: Any, topk_indices: Any, softmax_scale: float | None, v_channels: int) -> str | None:
     """Why a well-formed call is not for our kernels, or None. Without tensor sizes, so that equal reasons count."""
     if not (query.numel() and key.size(0) and topk_indices.size(-1)):
         return "there is nothing to attend to: query, key or topk_indices is empty"
@@ -127,9 +127,9 @@ def _cannot(query: Any, key: Any, topk_indices: Any, softmax_scale: Any, v_chann
     if not 0 < softmax_scale < math.inf:
         return "softmax_scale must be finite and above 0"
     # By statement: torch.compile follows it.
-    from mcore_patches.ops.sparse_mla.inputs import LARGEST_SCALE
+    from mcore_patches.ops.sparse_mla.inputs import is_too_large
 
-    return f"softmax_scale must be at most {LARGEST_SCALE}" if softmax_scale > LARGEST_SCALE else None
+    return "softmax_scale must be at most 1e38" if is_too_large(softmax_scale) else None
 
 
 def probe(probing: Probing) -> Finding:

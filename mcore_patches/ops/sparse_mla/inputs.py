@@ -9,7 +9,6 @@ from torch import Tensor
 from mcore_patches.ops.arguments import FLOATS, check_bool, check_int, check_tensor
 
 OP = "sparse_mla"
-LARGEST_SCALE = 1e38  # the kernels multiply it by 1 / ln 2 in float32
 INTS = (torch.int32, torch.int64)
 
 
@@ -28,6 +27,11 @@ def check_inputs(q: Tensor, kv: Tensor, indices: Tensor, scale: float, v_channel
     # Comparisons, false for NaN, also work where torch.compile takes the scale as a symbol; math.isfinite does not.
     if not 0 < scale < math.inf:
         raise ValueError(f"{OP}: scale must be finite and above 0, got {scale!r}")
-    if scale > LARGEST_SCALE:
-        raise ValueError(f"{OP}: scale must be at most {LARGEST_SCALE}, got {scale!r}")
+    if is_too_large(scale):
+        raise ValueError(f"{OP}: scale must be at most 1e38, got {scale!r}")
     check_bool(OP, "deterministic", deterministic)
+
+
+def is_too_large(scale: float) -> bool:
+    """Whether the kernels, which multiply the scale by 1 / ln 2 in float32, cannot hold it."""
+    return scale > 1e38  # no global constant: torch.compile(dynamic=True) makes an input of one, and traces twice
