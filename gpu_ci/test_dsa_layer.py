@@ -18,7 +18,7 @@ import mcore_patches
 from mcore_patches.demo.device import training_device
 from mcore_patches.ops import block_topk, indexer_kl, sparse_mla
 from mcore_patches.ops.jit import CACHE
-from mcore_patches.ops.sparse_mla.tilelang_kernels import PARTS_BYTES
+from mcore_patches.ops.sparse_mla.ordering import PARTS_BYTES
 
 pytestmark = [pytest.mark.h100, pytest.mark.xdist_group("dsa-layer")]
 
