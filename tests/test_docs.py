@@ -285,12 +285,13 @@ def test_worked_example_knows_every_release():
 
 def test_three_lines():
     printed = run(block("in every worker process, before the model is built"))
-    assert printed.startswith("mcore_patches ") and "sparse_mla_nope  PENDING" in printed
+    assert printed.startswith("mcore_patches ") and re.search(r"^sparse_mla_nope +PENDING", printed, re.MULTILINE)
 
 
 def test_hooks_module(tmp_path):
     (tmp_path / "my_hooks.py").write_text(block("my_hooks.py"))
-    assert "sparse_mla_nope  PENDING" in run("import my_hooks; my_hooks.init(None)", tmp_path)
+    printed = run("import my_hooks; my_hooks.init(None)", tmp_path)
+    assert re.search(r"^sparse_mla_nope +PENDING", printed, re.MULTILINE)
 
 
 def test_launcher(tmp_path):
