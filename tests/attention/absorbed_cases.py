@@ -350,6 +350,7 @@ def _refused() -> None:
         "attention_dropout": 0.1,
         "window_size": (3, 0),
         "softmax_type": "off-by-one",
+        "experimental_attention_variant": "dsa",
     }.items():
         refused(rf"{name}={value!r}".replace("(", r"\(").replace(")", r"\)"), config_with(**{name: value}))
     refused("sequence_parallel=False.*set it to True", config_with(tensor_model_parallel_size=2))

@@ -36,6 +36,12 @@ CASES: Mapping[str, tuple[dict[str, Any], bool, int, str]] = {
         2,
         "mean",
     ),
+    "half rotated, interleaved": (
+        {"rotary_percent": 0.5, "dsa_indexer_rope_interleaved": True, **SPARSE},
+        True,
+        1,
+        "mean",
+    ),
     "yarn, no norms": (
         {
             "rope_type": "yarn",

@@ -114,6 +114,13 @@ def _check(config: Any, attn_mask_type: Any, attention_type: str, dropout: float
     _check_mask_type(attn_mask_type)
     if attention_type != "self":
         raise ValueError(f"attention_type={attention_type!r}: absorbed MLA is self-attention; must be 'self'")
+    variant = getattr(config, "experimental_attention_variant", None)
+    if variant == "dsa":
+        # A layer of sparse attention would turn dense, and lose its indexer, without a word.
+        raise ValueError(
+            f"experimental_attention_variant={variant!r}: the attention over latents is dense; must be None, or put "
+            "get_dsa_module_spec_for_backend(config, backend) into the spec"
+        )
     dropout = config.attention_dropout if dropout is None else dropout
     if dropout:
         raise ValueError(f"attention_dropout={dropout}: the attention over latents has none; must be 0")

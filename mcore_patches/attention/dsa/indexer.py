@@ -130,7 +130,9 @@ class DSAIndexer(MegatronModule):
         if rotate is None:
             return x
         if self.config.dsa_indexer_rope_interleaved:
-            rotated, rest = x[..., : self.rotated], x[..., self.rotated :]
+            # Under rotary_percent the table is narrower than qk_pos_emb_head_dim; the rest keeps its place.
+            width = rotate.cos.shape[-1]
+            rotated, rest = x[..., :width], x[..., width:]
             # Neighbours become halves and stay so: queries and keys agree on the order.
             x = torch.cat((rotated[..., 0::2], rotated[..., 1::2], rest), dim=-1)
         return rotate.apply(x)
