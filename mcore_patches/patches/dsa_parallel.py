@@ -2,9 +2,9 @@
 
 Adds the fields of `attention.dsa.config.FIELDS`, checked at construction, and lifts the release's refusal of context
 parallelism; lets megatron's spec functions return the layers of `mcore_patches.attention.dsa`; refuses megatron's own
-MLA where the config opts in; and tells the layers how the schedules scale the main loss. A config that does not opt in
-(`dsa_kernel_backend="none"`) gets what the release gives. Upstream: NVIDIA/Megatron-LM#3674, landed as #5243 to #5246,
-#5099 and #5049.
+attention where the config opts in; and tells the layers how the schedules scale the main loss. A config that does not
+opt in (`dsa_kernel_backend="none"`) gets what the release gives. Upstream: NVIDIA/Megatron-LM#3674, landed as #5243 to
+#5246, #5099 and #5049.
 """
 
 from __future__ import annotations
@@ -75,6 +75,18 @@ def _count(below: Below) -> None:
 def build_mla(below: Below) -> Callable[..., None]:
     def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
         if uses_dsa(config):
+            from mcore_patches.attention.dsa.spec import check_is_dsa
+
+            check_is_dsa(self, config)
+        below.call(self, config, *args, **kwargs)
+
+    return __init__
+
+
+def build_self_attention(below: Below) -> Callable[..., None]:
+    def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+        # Hybrid stacks have layers of it beside those with DSA.
+        if uses_dsa(config) and not config.is_hybrid_model:
             from mcore_patches.attention.dsa.spec import check_is_dsa
 
             check_is_dsa(self, config)
@@ -199,6 +211,18 @@ PATCH = Patch(
                 "9f9589733918f9719744975cca38483b015874076575cea2389f8d3c7d7adaa5": "needs",  # 0.17.1
                 "17e43ae1c1e601baa2f19a3301459bbcaef20c36d1bbb5d13ec1520fc7e8e488": "needs",  # 0.18.2
                 "1373cd3134772dd74deb36336c446afc136786ddecfda688f657420eb3ea11eb": "fixed",  # 0.19.0, 0.19.2
+            },
+        ),
+        Target(
+            modules=("megatron.core.transformer.attention",),
+            qualname="SelfAttention.__init__",
+            build=build_self_attention,
+            relies_on=(_ATTENTION,),
+            known={
+                "f6751b943a71159b2f8ae7508c370c83c9d581d4ec3af54139609f7e06bb443e": "needs",  # 0.16.1
+                "7be59c0e99114e185296d83d7f04fe38e05371c9da346d7ef791bbae8ca0307f": "needs",  # 0.17.1
+                "298bb77f045aca94d8b91981913a5f2a78ffcb188408ca2ff63c769a7d151177": "needs",  # 0.18.2
+                "eceb2f5cd9f8d69fecff19d8bec6e28503d928a8813ac9747d34f995c46383f4": "fixed",  # 0.19.0, 0.19.2
             },
         ),
         Target(

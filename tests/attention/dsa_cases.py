@@ -23,7 +23,7 @@ from mcore_patches.attention.common.passes import discard_saved_routes
 from mcore_patches.attention.dsa import AbsorbedMLASelfAttention, dsa_layers, with_dsa_attention
 from mcore_patches.cpu import parallel, shim
 from mcore_patches.cpu.checkpoint import load_checkpoint, save_checkpoint
-from mcore_patches.cpu.models import CpuBackend, block_spec, build_gpt, mla_attention_spec
+from mcore_patches.cpu.models import CpuBackend, block_spec, build_gpt, gqa_attention_spec, mla_attention_spec
 from mcore_patches.cpu.models import dsa_config as stock_config
 from mcore_patches.cpu.parameters import full_parameters, seed_parameters
 from mcore_patches.cpu.training import schedule_step, wrap_with_ddp
@@ -240,6 +240,9 @@ def built_of_other_layers() -> Iterator[tuple[str, bool]]:
         config = dsa_config({})
         with pytest.raises(ValueError, match=r"dsa_kernel_backend='tilelang' asks for .* has MLASelfAttention"):
             build_gpt(config, mla_attention_spec(config))
+        # What get_gpt_layer_..._spec gives without multi_latent_attention=True.
+        with pytest.raises(ValueError, match=r"dsa_kernel_backend='tilelang' asks for .* has SelfAttention"):
+            build_gpt(config, gqa_attention_spec(config))
     yield "built of other layers", True
 
 

@@ -16,6 +16,7 @@ import pytest
 
 import mcore_patches
 from mcore_patches.attention.dsa.config import FIELDS
+from mcore_patches.attention.dsa.support import refusal
 from mcore_patches.overlay.patch import State
 from mcore_patches.patches.dsa_parallel import PATCH
 from tests import releases
@@ -52,6 +53,20 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"dsa_kernel_backend": "triton"}, r"dsa_kernel_backend='triton': must be one of 'none', 'tilelang', 'cudnn'"),
     ({"dsa_kernel_backend": "cudnn"}, r"dsa_kernel_backend='cudnn': its kernels come with megatron-core 0\.19"),
     ({"dsa_kernel_backend": "none"}, r"dsa_indexer_rotate_activation=False with dsa_kernel_backend='none'"),
+    (
+        {"experimental_attention_variant": None},
+        r"dsa_kernel_backend='tilelang' with experimental_attention_variant=None, so that nothing would use it",
+    ),
+    (
+        {"experimental_attention_variant": None, "dsa_kernel_backend": "tilelnag"},
+        r"dsa_kernel_backend='tilelnag': must be one of",
+    ),
+    ({"dsa_indexer_use_sparse_loss": "yes"}, r"dsa_indexer_use_sparse_loss='yes': must be True or False"),
+    (
+        {"experimental_attention_variant_loss_scale_func": 5},
+        r"experimental_attention_variant_loss_scale_func=5: must be None or a function",
+    ),
+    ({"qk_pos_emb_head_dim": 3}, r"qk_pos_emb_head_dim=3: must be even"),
     ({"dsa_indexer_n_heads": None}, r"dsa_indexer_n_heads=None: must be an int of at least 1"),
     ({"dsa_indexer_topk": 0}, r"dsa_indexer_topk=0: must be an int of at least 1"),
     ({"dsa_indexer_topk_freq": 0}, r"dsa_indexer_topk_freq=0: must be an int of at least 1"),
@@ -130,6 +145,10 @@ def _opt_in_is_checked(config_class: Any) -> None:
     for settings, message in REFUSED:
         with pytest.raises(ValueError, match=message):
             config_class(**{**PLAIN, **OPT_IN, **settings})
+    # Upstream demands half a dozen other settings for it.
+    delayed = config_class(**PLAIN, **OPT_IN)
+    delayed.delay_wgrad_compute = True
+    assert "does not support delayed weight gradients" in (refusal(delayed) or "")
     # Upstream's own check still runs, and leaves the variant in place.
     odd = {"num_attention_heads": 3, "tensor_model_parallel_size": 2, "sequence_parallel": True}
     with pytest.raises(ValueError, match=r"num_attention_heads \(3\) must be a multiple of"):

@@ -86,17 +86,23 @@ def source_layer(layer_number: int, config: Any) -> int:
 
 
 def validate(config: Any) -> None:
-    """Check a finished `TransformerConfig` of variant "dsa"; others pass.
+    """Check the DSA fields of a finished `TransformerConfig`.
 
     Raises:
         ValueError: the first fault: the field, its value and what is allowed.
     """
-    if getattr(config, "experimental_attention_variant", None) != VARIANT:
-        return
     if config.dsa_kernel_backend not in BACKENDS:
         raise ValueError(
             f"dsa_kernel_backend={config.dsa_kernel_backend!r}: must be one of {', '.join(map(repr, BACKENDS))}"
         )
+    variant = getattr(config, "experimental_attention_variant", None)
+    if variant != VARIANT:
+        if config.dsa_kernel_backend != "none":
+            raise ValueError(
+                f"dsa_kernel_backend={config.dsa_kernel_backend!r} with experimental_attention_variant={variant!r}, so "
+                f"that nothing would use it: set experimental_attention_variant={VARIANT!r}, or leave it 'none'"
+            )
+        return
     if not uses_dsa(config):
         _check_unused(config)
         return
@@ -111,10 +117,18 @@ def validate(config: Any) -> None:
         value = getattr(config, f"dsa_indexer_{name}")
         if not isinstance(value, bool):
             raise ValueError(f"dsa_indexer_{name}={value!r}: must be True or False")
+    sparse_loss = getattr(config, "dsa_indexer_use_sparse_loss", None)
+    if sparse_loss is not None and not isinstance(sparse_loss, bool):
+        raise ValueError(f"dsa_indexer_use_sparse_loss={sparse_loss!r}: must be True or False")
+    scale = config.experimental_attention_variant_loss_scale_func
+    if scale is not None and not callable(scale):
+        raise ValueError(f"experimental_attention_variant_loss_scale_func={scale!r}: must be None or a function")
     _check_number(config, "dsa_indexer_loss_coeff", 0.0)
     _check_number(config, "dsa_indexer_k_norm_epsilon", 0.0)
     if refused := refusal(config):
         raise ValueError(refused)
+    if config.qk_pos_emb_head_dim % 2:
+        raise ValueError(f"qk_pos_emb_head_dim={config.qk_pos_emb_head_dim}: must be even, channels rotate in pairs")
     if config.dsa_indexer_head_dim < config.qk_pos_emb_head_dim:
         raise ValueError(
             f"dsa_indexer_head_dim={config.dsa_indexer_head_dim}: must be at least "

@@ -89,7 +89,7 @@ def with_dsa_attention(stack: ModuleSpec, config: Any, backend: Any) -> ModuleSp
 
 
 def check_is_dsa(layer: Any, config: Any) -> None:
-    """Refuse megatron's own MLA in a model whose config opts in: it would train dense, or with the old indexer.
+    """Refuse megatron's own attention in a model whose config opts in: it would be dense, or with the old indexer.
 
     Most of megatron's spec functions (get_gpt_layer_..._spec) do not look at the variant.
 

@@ -79,6 +79,11 @@ FEATURES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
         lambda c: bool(c.fp8 or getattr(c, "fp4", None)),
         "quantised projections are untested with these layers: unset fp8 and fp4",
     ),
+    (
+        "delayed weight gradients",
+        lambda c: getattr(c, "delay_wgrad_compute", False),
+        "nobody would compute those of the indexer's projections: set delay_wgrad_compute=False",
+    ),
     ("Kitchen attention", lambda c: c.use_kitchen, "DSA brings its own attention: set use_kitchen=False"),
     (
         "CUDA graphs",
