@@ -281,7 +281,7 @@ def test_calls_that_qsa_cannot_serve_are_refused() -> None:
         layer(x, None, packed_seq_params=packed)
     packed = packed_params([8])
     packed.local_cp_size = 1
-    with pytest.raises(ValueError, match="local_cp_size=1: QSA does not support dynamic context parallelism"):
+    with pytest.raises(ValueError, match="local_cp_size=1: dynamic context parallelism is not supported"):
         layer(x, None, packed_seq_params=packed)
     with pytest.raises(
         ValueError, match="rotary embedding covers 32 channels, index heads have qsa_indexer_head_dim=16"

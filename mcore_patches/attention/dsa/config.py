@@ -91,16 +91,15 @@ def validate(config: Any) -> None:
     Raises:
         ValueError: the first fault: the field, its value and what is allowed.
     """
-    if config.dsa_kernel_backend not in BACKENDS:
-        raise ValueError(
-            f"dsa_kernel_backend={config.dsa_kernel_backend!r}: must be one of {', '.join(map(repr, BACKENDS))}"
-        )
+    backend = getattr(config, "dsa_kernel_backend", "none")
+    if backend not in BACKENDS:
+        raise ValueError(f"dsa_kernel_backend={backend!r}: must be one of {', '.join(map(repr, BACKENDS))}")
     variant = getattr(config, "experimental_attention_variant", None)
     if variant != VARIANT:
-        if config.dsa_kernel_backend != "none":
+        if backend != "none":
             raise ValueError(
-                f"dsa_kernel_backend={config.dsa_kernel_backend!r} with experimental_attention_variant={variant!r}, so "
-                f"that nothing would use it: set experimental_attention_variant={VARIANT!r}, or leave it 'none'"
+                f"dsa_kernel_backend={backend!r} with experimental_attention_variant={variant!r}, so that nothing "
+                f"would use it: set experimental_attention_variant={VARIANT!r}, or leave it 'none'"
             )
         return
     if not uses_dsa(config):
