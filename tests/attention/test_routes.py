@@ -101,7 +101,7 @@ def test_recomputation_never_selects(monkeypatch: pytest.MonkeyPatch) -> None:
     batch = random_batch(1, 48, seed=5)
     answers: list[Tensor] = []
 
-    def select(q_idx: Tensor, k_blocks: Tensor, row_pos: Tensor, *_: Any, ratio: int, topk: int) -> Tensor:
+    def select(q_idx: Tensor, k_blocks: Tensor, row_pos: Tensor, *_: Any, ratio: int, topk: int, **__: Any) -> Tensor:
         generator = torch.Generator().manual_seed(len(answers))
         noise = torch.rand(len(row_pos), 12, generator=generator)
         noise.masked_fill_(torch.arange(12) >= ((row_pos + 1) // ratio)[:, None], -1.0)
