@@ -112,6 +112,10 @@ def from_imports(release: str, wanted: set[tuple[str, str]]) -> set[str]:
 # From-imports that were looked at, "module imports target"; apply_patches() rebinds such a name.
 OPS = "megatron.core.transformer.experimental_attention_variant.ops"
 OF_0_19 = {
+    "megatron.core.models.gpt.experimental_attention_variant_module_specs imports "
+    "megatron.core.transformer.experimental_attention_variant.absorbed_mla.AbsorbedMLASelfAttention",
+    "megatron.core.models.hybrid.hybrid_layer_specs imports "
+    "megatron.core.transformer.experimental_attention_variant.absorbed_mla.AbsorbedMLASelfAttention",
     "megatron.core.recompute imports megatron.core.extensions.transformer_engine.te_checkpoint",
     "megatron.core.tensor_parallel imports megatron.core.tensor_parallel.random.checkpoint",
     "megatron.core.transformer.moe.moe_layer imports megatron.core.extensions.transformer_engine.te_checkpoint",
