@@ -73,20 +73,19 @@ def _count(below: Below) -> None:
 
 
 def build_mla(below: Below) -> Callable[..., None]:
-    def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
-        if uses_dsa(config):
-            from mcore_patches.attention.dsa.spec import check_is_dsa
-
-            check_is_dsa(self, config)
-        below.call(self, config, *args, **kwargs)
-
-    return __init__
+    return _refuse_others(below, uses_dsa)
 
 
 def build_self_attention(below: Below) -> Callable[..., None]:
+    # Hybrid stacks have layers of it beside those with DSA.
+    return _refuse_others(below, lambda config: uses_dsa(config) and not config.is_hybrid_model)
+
+
+def _refuse_others(below: Below, asked: Callable[[Any], bool]) -> Callable[..., None]:
+    """An ``__init__`` that refuses layers other than this package's where `asked` says so of the config."""
+
     def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
-        # Hybrid stacks have layers of it beside those with DSA.
-        if uses_dsa(config) and not config.is_hybrid_model:
+        if asked(config):
             from mcore_patches.attention.dsa.spec import check_is_dsa
 
             check_is_dsa(self, config)

@@ -291,7 +291,7 @@ class AbsorbedMLASelfAttention(MLASelfAttention):
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def clip_qk(self) -> None:
-        """Not built.
+        """Refused, as a config with qk_clip is: attention over latents keeps no largest logits.
 
         Raises:
             NotImplementedError: always.
