@@ -21,7 +21,7 @@ from gpu_ci.multi_gpu.plan import Case, Job
 from mcore_patches.cpu.parallel import Layout
 from mcore_patches.cpu.rebinding import RebindingLog
 
-PATCHES = ("qsa", "sparse_mla_nope", "sparse_mla_fast")
+PATCHES = ("qsa", "sparse_mla_nope", "sparse_mla_fast", "dsa_cp_gradient")
 OPS = ("sparse_gqa", "block_topk", "indexer_kl")
 LEARNING_RATE = 1e-3
 
