@@ -87,17 +87,34 @@ def figures_table(benches: list[str], results: Path = RESULTS) -> str:
 
 
 def ratios_table(benches: list[str], results: Path = RESULTS) -> str:
-    """Those rows of results.csv that compare times of one run, "A / B": without a unit, in the file's order."""
+    """Those rows of results.csv that compare two times of one run, "A / B": they have no unit.
+
+    A line a case and run, a column a metric; below, what the runs were.
+    """
     rows = []
     if results.exists():
         with results.open(newline="") as file:
             rows = [r for r in csv.DictReader(file) if r["bench"] in benches and not r["unit"] and " / " in r["metric"]]
     if not rows:
         return NO_FIGURES
-    lines = [_line(["case", "times of one run", "ratio", "device", "date", "command"]), _line(["---"] * 6)]
-    for r in rows:
-        lines.append(_line([r["case"], r["metric"], r["value"], r["device"], r["date"], f"`{r['command']}`"]))
-    return "\n".join(lines)
+    metrics = list(dict.fromkeys(row["metric"] for row in rows))
+    runs = list(dict.fromkeys(map(_run, rows)))
+    values: dict[tuple[str, int], dict[str, str]] = {}
+    for row in rows:
+        values.setdefault((row["case"], runs.index(_run(row)) + 1), {})[row["metric"]] = row["value"]
+    lines = [_line(["case", *metrics, "run"]), _line(["---"] * (len(metrics) + 2))]
+    for (case, run), cells in sorted(values.items(), key=lambda item: (_numbers(item[0][0]), item[0])):
+        lines.append(_line([case, *(cells.get(metric, "") for metric in metrics), str(run)]))
+    return "\n".join([*lines, "", *(f"{n}. {run}" for n, run in enumerate(runs, 1))])
+
+
+def _run(row: dict[str, str]) -> str:
+    versions = f"torch {row['torch']}, tilelang {row['tilelang']}, megatron-core {row['megatron_core']}"
+    return f"`{row['command']}` on {row['device']}, {row['date']}, {versions}"
+
+
+def _numbers(case: str) -> list[int]:
+    return [int(digits) for digits in re.findall(r"\d+", case)]
 
 
 def _line(cells: list[str]) -> str:
@@ -115,7 +132,8 @@ def find(text: str, name: str) -> re.Match[str]:
 TABLES: dict[str, Callable[[list[str]], str]] = {
     "releases": lambda _: releases_table(),
     "figures": figures_table,
-    "ratios": ratios_table,
+    "qsa-ratios": ratios_table,
+    "mla-ratios": ratios_table,
     "qsa-fields": lambda _: fields_markdown(),
     "qsa-support": lambda _: support_matrix_markdown(),
     "dsa-fields": lambda _: dsa.fields_markdown(),

@@ -99,8 +99,9 @@ def test_figures_are_those_of_results_csv():
     assert place["table"].strip() == readme_tables.figures_table(benches), "run python -m tests.readme_tables"
 
 
-def test_ratios_are_those_of_results_csv():
-    place = readme_tables.find(README, "ratios")
+@pytest.mark.parametrize("name", ["qsa-ratios", "mla-ratios"])
+def test_ratios_are_those_of_results_csv(name):
+    place = readme_tables.find(README, name)
     table = readme_tables.ratios_table(place["arguments"].split())
     assert place["table"].strip() == table, "run python -m tests.readme_tables"
     assert table != readme_tables.NO_FIGURES
