@@ -5,11 +5,13 @@ from __future__ import annotations
 import ast
 import functools
 import inspect
+import os
 import warnings
 from dataclasses import dataclass, replace
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
+from mcore_patches.overlay.codes import run_alike
 from mcore_patches.overlay.fingerprint import parse_source
 from mcore_patches.overlay.layers import beneath, names_of, stack_on, unwrapped
 from mcore_patches.overlay.locate import module_dict
@@ -52,11 +54,11 @@ class Symbol:
         stack = next((s for obj in beneath(live) if (s := stack_on(obj))), None)
         original = stack.original if stack else live
         for seen in beneath(original) if facts.wrapped else (original,):
-            if type(seen) is FunctionType and seen.__code__ in facts.codes:
+            if type(seen) is FunctionType and facts.define(seen.__code__):
                 return None
-        if not is_target and facts.wrapped and _holds(original, facts.codes, depth=2):
+        if not is_target and facts.wrapped and _holds(original, facts, depth=2):
             return None
-        return self._says(described(original))
+        return self._says(described(original)) + self._stale(module, original)
 
     def _foreign_class(self, module: ModuleType, live: type, facts: _Facts) -> str | None:
         bodies = [code for code in facts.codes if not _is_function(code)]
@@ -82,17 +84,27 @@ class Symbol:
     def _says(self, live: str) -> str:
         return f"the live {self.qualname} is {live}, not what {self.file} defines"
 
+    def _stale(self, module: ModuleType, live: Any) -> str:
+        """What to do where the function may come from a compiled file of another text: Python believes one that has
+        the source's time and size, or that says not to look at the source."""
+        cached = getattr(module_dict(module).get("__spec__"), "cached", None)
+        code = getattr(live, "__code__", None)
+        here = isinstance(code, CodeType) and os.path.abspath(code.co_filename) == self.file
+        if not here or not isinstance(cached, str) or not os.path.isfile(cached):
+            return ""
+        return f" (it may come from {cached}: if no tool changed it, remove that file and start Python anew)"
 
-def _holds(obj: Any, codes: list[CodeType], depth: int) -> bool:
+
+def _holds(obj: Any, facts: _Facts, depth: int) -> bool:
     """Whether an object has one of these functions among its attributes, or theirs: what a compiler's decorator makes
     of a function holds it so, e.g. tilelang.jit."""
     if type(obj) is FunctionType:
-        return obj.__code__ in codes
+        return facts.define(obj.__code__)
     try:
         values = list(vars(obj).values()) if depth else []
     except TypeError:
         return False
-    return any(_holds(value, codes, depth - 1) for value in values)
+    return any(_holds(value, facts, depth - 1) for value in values)
 
 
 def _is_function(code: CodeType) -> bool:
@@ -123,6 +135,10 @@ class _Facts:
 
     def __init__(self, codes: list[CodeType], wrapped: bool) -> None:
         self.codes, self.wrapped = codes, wrapped
+
+    def define(self, live: CodeType) -> bool:
+        """Whether a live function's code is the text's, be it compiled by another bugfix release of this Python."""
+        return live in self.codes or any(run_alike(live, code) for code in self.codes)
 
 
 @functools.lru_cache(maxsize=64)
