@@ -12,6 +12,7 @@ from torch import Tensor
 
 from mcore_patches.ops.packing import complete_blocks
 
+LARGEST_ROW_BYTES = 4 * 2**30  # of what a chunked path may gather for one row
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 INT32_MAX = 2**31 - 1
 
@@ -60,6 +61,19 @@ def check_sizes(op: str, **sizes: int) -> None:
     """Fail unless each is an int of at least 1."""
     for name, value in sizes.items():
         check_int(op, name, value, 1)
+
+
+def check_row_fits(op: str, name: str, value: int, blocks: int, token_bytes: int) -> None:
+    """Fail if a row's `blocks` of `value` tokens, `token_bytes` each, exceed ``LARGEST_ROW_BYTES``.
+
+    Chunked paths take whole rows, however few: without this a far too large `value` exhausts the memory instead.
+    """
+    most = max(1, LARGEST_ROW_BYTES // (blocks * token_bytes))
+    if value > most:
+        raise ValueError(
+            f"{op}: {name} must be at most {most} on the chunked path, which holds {blocks} blocks of {name} tokens at "
+            f"{token_bytes} bytes a token for a row, got {value}"
+        )
 
 
 def check_heads(op: str, name: str, heads: int, kv_heads: int) -> None:

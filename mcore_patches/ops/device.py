@@ -27,6 +27,16 @@ def arch_name(major: int, minor: int) -> str:
     return f"sm_{major}{minor}a" if major >= 9 else f"sm_{major}{minor}"
 
 
+def has_matrix_units(arch: str) -> bool:
+    """Whether the GPUs of an architecture multiply bfloat16 matrices by `mma.sync`."""
+    return int("".join(c for c in arch if c.isdigit())) >= FIRST_ARCH_WITH_BF16_MATRIX_UNITS
+
+
+def takes_hopper_kernels(arch: str, shared_bytes: int) -> bool:
+    """Whether the kernels written for Hopper run; elsewhere there are plain ones, for any GPU with matrix units."""
+    return arch == HOPPER and shared_bytes >= HOPPER_SHARED_BYTES
+
+
 @functools.cache
 def describe(device: torch.device) -> Device:
     """The `Device` behind a CUDA device with an index."""
@@ -38,6 +48,14 @@ def describe(device: torch.device) -> Device:
 def device_of(device: torch.device) -> Device:
     """The `Device` behind a CUDA device, the current one if it has no index."""
     return describe(torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index))
+
+
+def cuda_device(op: str, device: torch.device | str) -> torch.device:
+    """`device`, or ValueError if kernels cannot be built for it."""
+    found = torch.device(device)
+    if found.type != "cuda":
+        raise ValueError(f"{op}: device must be a CUDA device, got {device}")
+    return found
 
 
 @dataclass(frozen=True)
@@ -80,10 +98,9 @@ def sparse_mla_design(
         return f"q and kv must be bfloat16, got {str(dtype).removeprefix('torch.')}"
     if width not in (512, 576) or value_width != 512:
         return f"q's width must be 512 or 576 and v_channels 512, got {width} and {value_width}"
-    number = int("".join(c for c in arch if c.isdigit()))
-    if number < FIRST_ARCH_WITH_BF16_MATRIX_UNITS:
+    if not has_matrix_units(arch):
         return f"{arch} has no bfloat16 matrix units"
-    if arch == HOPPER and shared_bytes >= HOPPER_SHARED_BYTES:
+    if takes_hopper_kernels(arch, shared_bytes):
         return SparseMLADesign(None, None)
     forward = [t for t in PLAIN_FORWARD_TILES if plain_shared_bytes(t, width, 0) <= shared_bytes]
     backward = [t for t in PLAIN_BACKWARD_TILES if plain_shared_bytes(t, width, value_width) <= shared_bytes]

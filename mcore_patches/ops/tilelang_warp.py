@@ -15,6 +15,9 @@ PASS_CONFIGS = {
     "tl.disable_safe_memory_legalize": True,
 }
 
+# For those of any GPU: they multiply by `mma.sync` on Hopper too, where tests run them.
+PLAIN_PASS_CONFIGS = PASS_CONFIGS | {"tl.disable_wgmma": True}
+
 
 def atomic(name, element, value):
     """Call `name` ("atomicAdd") on an element of shared memory: T.atomic_* emit instructions that fault there."""

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mcore_patches.ops.block_topk.design import GROUP, INVISIBLE
 from mcore_patches.ops.block_topk.naive import block_scores_naive
-from mcore_patches.ops.indexer_kl.design import KEY_GRADIENT_ROWS, QUERY_GRADIENT_ROWS, ROWS_PER_WORD, TILE_ROWS, Shape
+from mcore_patches.ops.indexer_kl.design import KEY_GRADIENT_ROWS, ROWS_PER_WORD, TILE_ROWS, Shape
 
 
 def score(
@@ -241,7 +241,7 @@ def query_gradient(
     shape: Shape, q: Tensor, k: Tensor, weights: Tensor, seen: Tensor, begin: Tensor, end: Tensor, gradient: Tensor,
     dq: Tensor, dweights: Tensor,
 ) -> None:  # fmt: skip
-    assert len(begin) == len(end) == -(-len(q) // QUERY_GRADIENT_ROWS)
+    assert len(begin) == len(end) == -(-len(q) // shape.query_gradient_rows)
     queries, flow = _flow(shape, q, k, seen, gradient)
     total = flow @ k.float()
     if shape.weighted:

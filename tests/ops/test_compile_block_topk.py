@@ -6,8 +6,10 @@ import torch
 from mcore_patches.ops.block_topk.design import (
     REGISTERS,
     ScoreTiles,
+    plain_threads,
     rows_at_once,
     score_shared_bytes,
+    score_specification,
     score_tiles,
     select_shared_bytes,
     select_tiles,
@@ -17,15 +19,21 @@ from mcore_patches.ops.block_topk.design import (
 from mcore_patches.ops.device import HOPPER, HOPPER_SHARED_BYTES
 from tests.ops.compiling import compile_report
 
+SHARED_BYTES = {
+    arch: kib * 1024
+    for arch, kib in {
+        "sm_80": 163, "sm_86": 99, "sm_89": 99, "sm_90a": 227, "sm_100a": 227, "sm_103a": 227, "sm_120a": 99,
+    }.items()
+}  # fmt: skip
 PACKAGE = "mcore_patches.ops.block_topk."
 BF16 = torch.bfloat16
 # Bytes of spill loads and stores of a thread, together: none but where a thread holds 32 keys of 4096 blocks' groups.
 SPILLED_AT_MOST = {4096: 512}
 
 
-def tiles_of(heads: int, channels: int) -> ScoreTiles:
-    tiles = score_tiles(HOPPER, HOPPER_SHARED_BYTES, BF16, heads, channels, 512)
-    assert isinstance(tiles, ScoreTiles)
+def tiles_of(heads: int, channels: int, arch: str = HOPPER) -> ScoreTiles:
+    tiles = score_tiles(arch, SHARED_BYTES[arch], BF16, heads, channels, 512)
+    assert isinstance(tiles, ScoreTiles), tiles
     return tiles
 
 
@@ -37,26 +45,22 @@ def tiles_of(heads: int, channels: int) -> ScoreTiles:
         ("sm_90a", 3, 64, "float16", True, False),
         ("sm_90a", 4, 256, "bfloat16", False, False),
         ("sm_100a", 4, 128, "bfloat16", False, True),
+        ("sm_100a", 64, 128, "bfloat16", True, True),
+        ("sm_100a", 3, 64, "float16", True, False),
+        ("sm_89", 4, 256, "bfloat16", True, True),
     ],
 )
 def test_score_kernel_fits(arch: str, heads: int, channels: int, dtype: str, weighted: bool, relu: bool) -> None:
-    tiles = tiles_of(heads, channels)
-    arguments = {
-        "heads": heads,
-        "channels": channels,
-        "tile_rows": tiles.rows,
-        "tile_blocks": tiles.blocks,
-        "stages": tiles.stages,
-        "slots": tiles.slots,
-        "dtype": dtype,
-        "weighted": weighted,
-        "relu": relu,
-        "wgmma": arch == HOPPER,
-    }
-    report = compile_report(PACKAGE + "tilelang_score", "score_kernel", arguments, arch)
-    assert report.shared_bytes + 1024 <= score_shared_bytes(tiles, heads, channels) <= HOPPER_SHARED_BYTES
+    tiles = tiles_of(heads, channels, arch)
+    settings = {"heads": heads, "channels": channels, "dtype": dtype, "weighted": weighted, "relu": relu}
+    report = compile_report(*score_specification(tiles, **settings), arch)
+    assert report.shared_bytes + 1024 <= score_shared_bytes(tiles, heads, channels) <= SHARED_BYTES[arch]
     assert report.spilled == 0
     assert report.warnings == ()
+    if tiles.plain:
+        assert report.registers * plain_threads(tiles.rows) <= REGISTERS
+        assert report.split == ()
+        return
     # A warp group that asks for more registers than the others left waits for ever.
     consumer, producer = report.split
     groups = tiles.rows // 64
@@ -64,12 +68,15 @@ def test_score_kernel_fits(arch: str, heads: int, channels: int, dtype: str, wei
     assert groups * consumer + producer <= (groups + 1) * report.registers
 
 
-@pytest.mark.parametrize(("arch", "capacity"), [("sm_90a", 512), ("sm_90a", 2048), ("sm_90a", 4096), ("sm_100a", 512)])
+@pytest.mark.parametrize(
+    ("arch", "capacity"),
+    [*(("sm_90a", capacity) for capacity in (512, 2048, 4096)), ("sm_100a", 512), ("sm_100a", 4096), ("sm_89", 1024)],
+)
 def test_select_kernel_fits(arch: str, capacity: int) -> None:
     tiles = select_tiles(capacity)
     arguments = {"capacity": capacity, "threads": tiles.threads, "blocks_per_sm": tiles.blocks_per_sm}
     report = compile_report(PACKAGE + "tilelang_select", "select_kernel", arguments, arch)
-    assert report.shared_bytes <= select_shared_bytes(capacity) <= HOPPER_SHARED_BYTES
+    assert report.shared_bytes <= select_shared_bytes(capacity) <= SHARED_BYTES[arch]
     assert report.spilled <= SPILLED_AT_MOST.get(capacity, 0)
     assert report.registers * tiles.threads * tiles.blocks_per_sm <= REGISTERS
 
@@ -90,17 +97,38 @@ def test_tiles_follow_from_the_shape(heads: int, channels: int, tiles: ScoreTile
 
 
 @pytest.mark.parametrize(
+    ("arch", "heads", "channels", "tiles"),
+    [
+        *((arch, 4, 128, (128, 128, 4)) for arch in ("sm_100a", "sm_103a")),
+        *((arch, 4, 128, (64, 64, 4)) for arch in ("sm_80", "sm_86", "sm_89", "sm_120a")),
+        ("sm_100a", 64, 128, (128, 128, 2)),
+        ("sm_89", 64, 128, (64, 64, 2)),
+        ("sm_80", 4, 256, (64, 64, 2)),
+        ("sm_89", 4, 256, (64, 32, 2)),
+        ("sm_89", 64, 256, (32, 32, 2)),
+        ("sm_89", 1, 64, (128, 128, 1)),
+    ],
+)
+def test_plain_tiles_follow_from_the_architecture(arch: str, heads: int, channels: int, tiles: tuple) -> None:
+    rows, blocks, slots = tiles
+    found = tiles_of(heads, channels, arch)
+    assert found == ScoreTiles(rows, blocks, stages=2, slots=slots, plain=True)
+    assert score_shared_bytes(found, heads, channels) <= SHARED_BYTES[arch]
+    settings = {"heads": heads, "channels": channels, "dtype": "bfloat16", "weighted": False, "relu": True}
+    assert score_specification(found, **settings)[1] == "plain_score_kernel"
+
+
+@pytest.mark.parametrize(
     ("change", "reason"),
     [
-        *(
-            ({"arch": arch, "shared_bytes": kilobytes * 1024}, f"written for sm_90a, this GPU is {arch}")
-            for arch, kilobytes in (("sm_80", 163), ("sm_89", 99), ("sm_100a", 227), ("sm_103a", 227), ("sm_120a", 99))
-        ),
+        ({"arch": "sm_75", "shared_bytes": 64 * 1024}, "sm_75 has no bfloat16 matrix units"),
+        ({"arch": "sm_89", "shared_bytes": 99 * 1024, "topk": 1025}, "101376 bytes of shared memory, too few for 1025"),
+        ({"arch": "sm_120a", "shared_bytes": 99 * 1024, "heads": 256, "channels": 256}, "too few for 256 heads of 256"),
+        ({"shared_bytes": 32 * 1024}, "32768 bytes of shared memory, too few for 512 blocks a row"),
         ({"dtype": torch.float32}, "must be bfloat16 or float16, got float32"),
         ({"channels": 96}, "64, 128, 256 channels, got 96"),
         ({"topk": 4097}, "at most 4096, got 4097"),
         ({"heads": 256, "channels": 256}, "too few for 256 heads of 256"),
-        ({"shared_bytes": 99 * 1024}, "101376 bytes of shared memory"),
     ],
 )
 def test_declines_with_a_reason(change: dict, reason: str) -> None:

@@ -47,6 +47,17 @@ def hopper(module: str, builder: str, **arguments: Any) -> Case:
     return Case("sm_90a", module, builder, tuple(arguments.items()))
 
 
+def on_any(arch: str) -> list[Case]:
+    """The kernels that every GPU takes."""
+    ordered = [("mark_kernel", ()), ("rank_kernel", ()), ("locate_kernel", ())]
+    ordered.append(("sum_kernel", (("width", 576), ("parts_of_entry", 2))))
+    return [
+        Case(arch, "tilelang_delta", "delta_kernel", (("value_width", 512),)),
+        Case(arch, "tilelang_extent", "extent_kernel"),
+        *(Case(arch, "tilelang_ordered", builder, arguments) for builder, arguments in ordered),
+    ]
+
+
 def plain(arch: str, part: str, width: int, **arguments: Any) -> Case:
     tiles = getattr(design(arch, width), part)
     arguments = {"width": width, "value_width": 512, "tiles": tiles, **arguments}
@@ -58,14 +69,10 @@ CASES = [
     hopper("tilelang_backward", "backward_kernel", width=576, value_width=512, reduction="atomic"),
     hopper("tilelang_few_heads", "backward_kernel", width=576, value_width=512, reduction="atomic"),
     hopper("tilelang_backward", "backward_kernel", width=512, value_width=512, reduction="store"),
-    hopper("tilelang_delta", "delta_kernel", value_width=512),
-    hopper("tilelang_extent", "extent_kernel"),
-    hopper("tilelang_ordered", "mark_kernel"),
-    hopper("tilelang_ordered", "rank_kernel"),
-    hopper("tilelang_ordered", "locate_kernel"),
-    hopper("tilelang_ordered", "sum_kernel", width=576, parts_of_entry=2),
+    *(case for arch in ("sm_90a", "sm_100a") for case in on_any(arch)),
     plain("sm_100a", "forward", 576),
     plain("sm_100a", "backward", 576, reduction="atomic"),
+    plain("sm_100a", "backward", 512, reduction="store"),
     plain("sm_89", "backward", 512, reduction="store"),
 ]
 

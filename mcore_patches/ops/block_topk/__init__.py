@@ -22,14 +22,16 @@ from mcore_patches.ops.arguments import (
 from mcore_patches.ops.backend import kernel_module, resolve
 from mcore_patches.ops.block_topk.chunked import ROW_TILE, select_blocks_chunked
 from mcore_patches.ops.block_topk.naive import select_blocks_naive
+from mcore_patches.ops.block_topk.tilelang_backend import warmup
 from mcore_patches.ops.jit import KernelBuildError
 from mcore_patches.ops.row_split import deal_rows
 from mcore_patches.ops.workspace import accumulation_dtype
 
-__all__ = ["resolve_backend", "select_blocks", "supports"]
+__all__ = ["resolve_backend", "select_blocks", "supports", "warmup"]
 
 _OP = "select_blocks"
-# Loaded on demand: TileLang is optional. It holds `supports` and `select_blocks_tilelang`.
+# TileLang is optional: this module imports it when kernels are asked for. It holds `supports` and
+# `select_blocks_tilelang`.
 _KERNELS = f"{__name__}.tilelang_backend"
 
 

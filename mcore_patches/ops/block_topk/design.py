@@ -1,10 +1,11 @@
 """How the TileLang kernels of `select_blocks` cut their work: pure functions of plain values."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from mcore_patches.ops.device import BARRIER_BYTES, HOPPER
+from mcore_patches.ops.device import BARRIER_BYTES, has_matrix_units, takes_hopper_kernels
 
 GROUP = 8  # neighbouring blocks whose best score is written beside them: one 32-byte sector of scores
 INVISIBLE = -(2**31)  # the key of a block that a row does not see; no score has it
@@ -20,17 +21,22 @@ SHARED_BYTES_OF_A_MULTIPROCESSOR = 228 * 1024
 RESERVED_BYTES = 1024  # that the driver takes of it for every block
 ALIGNMENT = 1024  # of tiles that the matrix units read
 REGISTERS = 65536
+# Rows and blocks of a tile of scores, and slots of queries, 0 for those of all heads; the best first.
+HOPPER_SCORE_TILES = ((128, 128, 0), (128, 128, 4), (128, 128, 3), (128, 128, 2), (128, 64, 2))
+# Queries that stay are worth more than large tiles: those that go round are loaded again for every tile of blocks.
+PLAIN_SCORE_TILES = ((128, 128, 0), (64, 64, 0), (128, 128, 2), (64, 64, 2), (64, 32, 2), (32, 32, 2))
 
 
 @dataclass(frozen=True)
 class ScoreTiles:
     """rows, blocks: size of a tile of scores. stages, slots: tiles of index keys and of one head's queries in shared
-    memory."""
+    memory. plain: for the kernel of GPUs other than Hopper."""
 
     rows: int
     blocks: int
     stages: int
     slots: int
+    plain: bool = False
 
 
 @dataclass(frozen=True)
@@ -47,7 +53,8 @@ def score_tiles(
     """Tiles of the scoring kernel, or the reason why the kernels do not take these arguments.
 
     The queries of all heads stay in shared memory if they fit: each tile of index keys then costs one load. Else they
-    go round in a ring.
+    go round in a ring. Hopper has a kernel of its own; elsewhere the tiles are the first of ``PLAIN_SCORE_TILES`` that
+    fit.
     """
     if dtype not in DTYPES:
         return f"q_idx must be bfloat16 or float16, got {str(dtype).removeprefix('torch.')}"
@@ -55,13 +62,41 @@ def score_tiles(
         return f"q_idx must have {', '.join(map(str, CHANNELS))} channels, got {channels}"
     if topk > MOST_TOPK:
         return f"topk must be at most {MOST_TOPK}, got {topk}"
-    if arch != HOPPER:
-        return f"the kernels are written for {HOPPER}, this GPU is {arch}"
-    for slots, blocks in ((heads, 128), (4, 128), (3, 128), (2, 128), (2, 64)):
-        tiles = ScoreTiles(rows=128, blocks=blocks, stages=2, slots=min(slots, heads))
+    if not has_matrix_units(arch):
+        return f"{arch} has no bfloat16 matrix units"
+    offered = f"{arch} lets a block have {shared_bytes} bytes of shared memory"
+    if select_shared_bytes(topk_capacity(topk)) > shared_bytes:
+        return f"{offered}, too few for {topk} blocks a row"
+    plain = not takes_hopper_kernels(arch, shared_bytes)
+    for rows, blocks, slots in PLAIN_SCORE_TILES if plain else HOPPER_SCORE_TILES:
+        tiles = ScoreTiles(rows, blocks, stages=2, slots=min(slots or heads, heads), plain=plain)
         if score_shared_bytes(tiles, heads, channels) <= shared_bytes:
             return tiles
-    return f"{arch} lets a block have {shared_bytes} bytes of shared memory, too few for {heads} heads of {channels}"
+    return f"{offered}, too few for {heads} heads of {channels}"
+
+
+def score_specification(
+    tiles: ScoreTiles, *, heads: int, channels: int, dtype: str, weighted: bool, relu: bool
+) -> tuple[str, str, dict[str, Any]]:
+    """Module, builder and the builder's arguments of the scoring kernel."""
+    arguments = {
+        "heads": heads,
+        "channels": channels,
+        "tile_rows": tiles.rows,
+        "tile_blocks": tiles.blocks,
+        "stages": tiles.stages,
+        "slots": tiles.slots,
+        "dtype": dtype,
+        "weighted": weighted,
+        "relu": relu,
+    }
+    name = "plain_score" if tiles.plain else "score"
+    return f"{__package__}.tilelang_{name}", f"{name}_kernel", arguments
+
+
+def plain_threads(rows: int) -> int:
+    """Threads of the plain scoring kernel: a warp for 16 rows, four at least."""
+    return max(128, 2 * rows)
 
 
 def score_shared_bytes(tiles: ScoreTiles, heads: int, channels: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
@@ -17,12 +18,13 @@ from mcore_patches.ops.block_topk.design import (
     INVISIBLE,
     ScoreTiles,
     rows_at_once,
+    score_specification,
     score_tiles,
     select_tiles,
     splits_of_a_tile,
     topk_capacity,
 )
-from mcore_patches.ops.device import device_of
+from mcore_patches.ops.device import cuda_device, device_of
 from mcore_patches.ops.jit import CACHE, TRACING, build_together, compile_kernel, import_fault
 from mcore_patches.ops.packing import complete_blocks
 from mcore_patches.ops.workspace import chunks, readable
@@ -70,21 +72,13 @@ def score_kernel(
     key = ("block_topk.score", arch, heads, channels, dtype, tiles, weighted, relu)
 
     def build() -> Any:
-        from mcore_patches.ops.block_topk import tilelang_score
-
+        module, builder, arguments = score_specification(
+            tiles, heads=heads, channels=channels, dtype=DTYPES[dtype], weighted=weighted, relu=relu
+        )
+        source = importlib.import_module(module)
         with TRACING:
-            function = tilelang_score.score_kernel(
-                heads=heads,
-                channels=channels,
-                tile_rows=tiles.rows,
-                tile_blocks=tiles.blocks,
-                stages=tiles.stages,
-                slots=tiles.slots,
-                dtype=DTYPES[dtype],
-                weighted=weighted,
-                relu=relu,
-            )
-        return compile_kernel(key, function, arch=arch, pass_configs=tilelang_score.PASS_CONFIGS)
+            function = getattr(source, builder)(**arguments)
+        return compile_kernel(key, function, arch=arch, pass_configs=source.PASS_CONFIGS)
 
     return CACHE.get(key, build)
 
@@ -137,13 +131,14 @@ def warmup(
         heads, channels, dtype: of q_idx. weighted: whether there are weights.
 
     Raises:
-        TypeError, ValueError: a size is no int or below 1, a flag no bool, or there are no kernels for the shape.
+        TypeError, ValueError: a size is no int or below 1, a flag no bool, or there are no kernels for the shape or the
+            device.
         KernelBuildError: one of them does not compile.
     """
     check_sizes("select_blocks", heads=heads, channels=channels, topk=topk)
     check_bool("select_blocks", "weighted", weighted)
     check_bool("select_blocks", "relu", relu)
-    described = device_of(torch.device(device))
+    described = device_of(cuda_device("select_blocks", device))
     tiles = score_tiles(described.arch, described.shared_bytes, dtype, heads, channels, topk)
     if isinstance(tiles, str):
         raise ValueError(f"select_blocks: {tiles}")

@@ -30,7 +30,6 @@ def score_kernel(
     dtype: str,
     weighted: bool,
     relu: bool,
-    wgmma: bool = True,
 ):
     """Build the kernel ``(q, k, weights, row_first, row_count, keys, maxima, skipped, splits)``.
 
@@ -50,14 +49,6 @@ def score_kernel(
     vectors = WARPGROUP // lanes  # that the producer loads at a time
     tq, nb, tw, tiles = (T.dynamic(n) for n in ("tq", "nb", "tw", "tiles"))
     full_row = T.GemmWarpPolicy.FullRow
-
-    @T.macro
-    def multiply(queries, index_keys, products):
-        if wgmma:
-            T.wgmma_gemm(queries, index_keys, products, transpose_B=True, clear_accum=True, policy=full_row)
-            T.wait_wgmma(0)
-        else:
-            T.gemm(queries, index_keys, products, transpose_B=True, clear_accum=True, policy=full_row)
 
     @T.prim_func
     def block_topk_score(
@@ -125,7 +116,15 @@ def score_kernel(
                         turn = T.if_then_else(resident, h, s * heads + h)
                         T.barrier_wait(q_ready[turn % slots], (turn // slots) & 1)
                         T.fence_proxy_async()  # asynchronous copies write as threads do, products read otherwise
-                        multiply(q_shared[turn % slots, :, :], k_shared[stage, :, :], products)
+                        T.wgmma_gemm(
+                            q_shared[turn % slots, :, :],
+                            k_shared[stage, :, :],
+                            products,
+                            transpose_B=True,
+                            clear_accum=True,
+                            policy=full_row,
+                        )
+                        T.wait_wgmma(0)
                         if not resident:
                             T.barrier_arrive(q_free[turn % slots])
                         for i, j in T.Parallel(tile_rows, tile_blocks):

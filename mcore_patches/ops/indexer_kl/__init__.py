@@ -25,14 +25,15 @@ from mcore_patches.ops.arguments import (
 from mcore_patches.ops.backend import kernel_module, resolve
 from mcore_patches.ops.indexer_kl.chunked import indexer_kl_chunked
 from mcore_patches.ops.indexer_kl.naive import indexer_kl_naive
+from mcore_patches.ops.indexer_kl.tilelang_backend import warmup
 from mcore_patches.ops.jit import KernelBuildError
 from mcore_patches.ops.workspace import accumulation_dtype
 
-__all__ = ["indexer_kl", "resolve_backend", "supports"]
+__all__ = ["indexer_kl", "resolve_backend", "supports", "warmup"]
 
 _OP = "indexer_kl"
-# Loaded on demand: TileLang is optional. It holds `supports` and `indexer_kl_tilelang`, which returns what the chunked
-# path does.
+# TileLang is optional: this module imports it when kernels are asked for. It holds `supports`, `agree` and
+# `indexer_kl_tilelang`, which returns what the chunked path does.
 _KERNELS = f"{__name__}.tilelang_backend"
 _REDUCTIONS = ("sum", "mean")
 
@@ -92,7 +93,8 @@ def indexer_kl(
         reduction: "sum", or "mean" over the rows that count, those without blocks included.
         tp_group: ranks that hold different heads of q and k and the same of all else, and that all call alike. P is
             summed over them before the maximum, and each does the student's work for a part of the rows; every rank
-            returns the same loss and the full gradients.
+            returns the same loss and the full gradients. At the first call of a shape the ranks tell each other whether
+            their kernels are built, for which the host waits.
         backend: "auto", "naive", "chunked" or "tilelang".
         checked: look at values too, which makes the host wait for the device: rows outside k or k_blocks, repeated ids
             and NaN raise.
@@ -102,7 +104,8 @@ def indexer_kl(
 
     Raises:
         TypeError, ValueError: an argument's type, dtype, shape, device or, when checked, value; or the backend.
-        KernelBuildError: backend="tilelang", and a kernel does not compile; "auto" warns and takes the chunked path.
+        KernelBuildError: backend="tilelang", and a kernel does not compile, on this or another rank of tp_group; "auto"
+            warns and takes the chunked path, on all ranks.
     """
     _check(
         q_idx, k_blocks, q, k, lse, block_ids, row_pos, row_start, row_block_start, scale, index_scale, ratio, weights,
@@ -125,7 +128,7 @@ def indexer_kl(
         "reduction": reduction,
         "tp_group": tp_group,
     }
-    chosen = resolve_backend(*tensors, **settings, backend=backend)
+    chosen = _agreed_backend(*tensors, **settings, backend=backend)
     if chosen == "naive":
         return indexer_kl_naive(*tensors, **settings)
     needs_grad = tuple(
@@ -137,14 +140,30 @@ def indexer_kl(
         try:
             loss, *grads = kernels.indexer_kl_tilelang(*tensors, **settings, checked=checked, needs_grad=needs_grad)
         except KernelBuildError as error:
-            if backend == "tilelang":
-                raise
-            # From now on `supports` gives the same reason.
-            warnings.warn(f"{_OP} takes the chunked path: {error}", RuntimeWarning, stacklevel=2)
+            _fall_back(backend, error)
             chosen = "chunked"
     if chosen == "chunked":
         loss, *grads = indexer_kl_chunked(*tensors, **settings, checked=checked, needs_grad=needs_grad)
     return _WithGradients.apply(q_idx, k_blocks, weights, loss, *grads) if any(needs_grad) else loss
+
+
+def _agreed_backend(*args: Any, backend: str, **settings: Any) -> str:
+    """`resolve_backend`, after the ranks of a group have agreed on the kernels: a collective at first."""
+    kernels = kernel_module(_KERNELS) if backend in ("auto", "tilelang") else None
+    if kernels is not None:
+        try:
+            kernels.agree(*args, **settings)
+        except KernelBuildError as error:
+            _fall_back(backend, error, stacklevel=4)
+    return resolve_backend(*args, **settings, backend=backend)
+
+
+def _fall_back(backend: str, error: KernelBuildError, stacklevel: int = 3) -> None:
+    """Warn that the chunked path is taken, or raise where the kernels were asked for."""
+    if backend == "tilelang":
+        raise error
+    # From now on `supports` gives the same reason.
+    warnings.warn(f"{_OP} takes the chunked path: {error}", RuntimeWarning, stacklevel=stacklevel)
 
 
 class _WithGradients(torch.autograd.Function):

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mcore_patches.ops.arguments import verify_not_nan
+from mcore_patches.ops.arguments import check_row_fits, verify_not_nan
 from mcore_patches.ops.indexer_kl.student import Student
 from mcore_patches.ops.indexer_kl.teacher import Teacher
 from mcore_patches.ops.row_split import RowSplit, split_rows
@@ -63,6 +63,9 @@ def indexer_kl_chunked(
     """Arguments as in `indexer_kl`; gradients are in the accumulation dtype.
 
     needs_grad: which of q_idx, k_blocks and weights get a gradient. workspace: bytes of temporaries of a chunk of rows.
+
+    Raises:
+        ValueError: ratio is so large that the blocks of a single row take gigabytes; NaN, when checked.
     """
     budget = workspace_bytes(q.device) if workspace is None else workspace
     counted = row_pos >= 0 if valid is None else (row_pos >= 0) & valid
@@ -123,7 +126,9 @@ def _over_selected_blocks(
     """Stage 2: KL of each row over the blocks that it names."""
     num_rows, num_selected = block_ids.shape
     width = (num_selected + 1) * teacher.ratio - 1
-    row_bytes = width * (teacher.channels + 3 * teacher.group) * teacher.dtype.itemsize
+    token_bytes = (teacher.channels + 3 * teacher.group) * teacher.dtype.itemsize
+    check_row_fits("indexer_kl", "ratio", teacher.ratio, num_selected + 1, token_bytes)
+    row_bytes = width * token_bytes
     row_bytes += num_selected * (2 * student.channels + 4 * student.heads) * student.dtype.itemsize
     divergences = torch.zeros(num_rows, dtype=student.dtype, device=block_ids.device)
     for rows in chunks(num_rows, rows_per_chunk(row_bytes, budget)):
@@ -166,6 +171,9 @@ def _over_all_blocks(student: Student, teacher: Teacher, budget: int, tp_group: 
     """Stage 1: KL of each row over all its complete blocks."""
     num_rows = len(student.counted)
     tile_blocks = max(1, KEY_TILE // teacher.ratio)
+    token_bytes = (teacher.channels + 3 * teacher.group) * teacher.dtype.itemsize
+    if student.num_blocks:
+        check_row_fits("indexer_kl", "ratio", teacher.ratio, tile_blocks, token_bytes)
     row_bytes = tile_blocks * teacher.ratio * 3 * teacher.group * teacher.dtype.itemsize
     row_bytes += tile_blocks * 4 * student.heads * student.dtype.itemsize
     teacher.prepare_tiles(student.num_blocks, budget)

@@ -1,6 +1,6 @@
 """How the TileLang kernels of `indexer_kl` cut their work: pure functions of plain values."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -8,9 +8,11 @@ from mcore_patches.ops.block_topk.design import (
     ALIGNMENT,
     RESERVED_BYTES,
     SHARED_BYTES_OF_A_MULTIPROCESSOR,
+    ScoreTiles,
+    score_tiles,
     topk_capacity,
 )
-from mcore_patches.ops.device import BARRIER_BYTES, HOPPER
+from mcore_patches.ops.device import BARRIER_BYTES, has_matrix_units, takes_hopper_kernels
 
 TILE_ROWS = 8  # rows that share what they select: the narrowest step of a matrix unit's columns
 TEACHER_TOKENS = 128  # of a step of the teacher: 64 for each of two warpgroups
@@ -20,6 +22,8 @@ STUDENT_THREADS = 256
 ROWS_PER_WORD = 32  # of the bit matrix of rows and blocks
 QUERY_GRADIENT_ROWS = 128  # of a tile of the queries' gradient over all blocks
 KEY_GRADIENT_ROWS = 64  # of a step of the keys'
+PADDING = 8  # elements behind a row of gradients, so that rows begin in different banks
+UNION_BYTES = 72 * 1024  # the union kernel's: bitmap and prefix sums, and a few sums
 
 DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
 DIMS = (64, 128, 256)
@@ -34,9 +38,36 @@ CHUNK_BYTES = 512 * 2**20  # of what is kept for a chunk of rows
 
 
 @dataclass(frozen=True)
+class PlainTiles:
+    """How the kernels for GPUs other than Hopper cut a shape.
+
+    keys, stages: tokens of a step of the teacher, and steps of one head's in shared memory; resident: the queries of
+    all key heads stay there. query_rows, query_blocks, query_stages: of the gradient of the queries; key_blocks,
+    key_slots: blocks of a tile of the index keys' gradient, and tiles of one head's queries in shared memory; all 0
+    where blocks are selected.
+    """
+
+    keys: int
+    stages: int
+    resident: bool
+    query_rows: int = 0
+    query_blocks: int = 0
+    query_stages: int = 0
+    key_blocks: int = 0
+    key_slots: int = 0
+
+
+# Of the teacher, and of the two gradients; the best first.
+PLAIN_TEACHER_TILES = ((128, 2, True), (64, 2, True), (64, 1, True), (64, 1, False), (32, 1, False))
+PLAIN_QUERY_TILES = ((128, 128, 2), (128, 64, 2), (64, 64, 2), (64, 64, 1))
+PLAIN_KEY_TILES = ((128, 2), (64, 2), (64, 1))
+
+
+@dataclass(frozen=True)
 class Shape:
     """What the code of the kernels depends on, beside the architecture. heads, channels: of the indexer; capacity:
-    see `topk_capacity`, 0 for all visible blocks; ranks: the heads of several ranks are summed."""
+    see `topk_capacity`, 0 for all visible blocks; ranks: the heads of several ranks are summed; slots: of the teacher,
+    see `teacher_slots`; plain: the tiles for GPUs other than Hopper, which have no slots."""
 
     heads: int
     channels: int
@@ -50,12 +81,19 @@ class Shape:
     weighted: bool
     relu: bool
     ranks: bool
+    slots: int = 0
+    plain: PlainTiles | None = None
 
     @property
     def many_heads(self) -> bool:
         """Whether selected blocks are multiplied by the matrix units, and a pair's part of its block's gradient is kept
         whole."""
         return self.capacity > 0 and self.heads > FEW_INDEX_HEADS
+
+    @property
+    def query_gradient_rows(self) -> int:
+        """Rows of a tile of the queries' gradient over all blocks."""
+        return QUERY_GRADIENT_ROWS if self.plain is None else self.plain.query_rows
 
     @property
     def part_bytes(self) -> int:
@@ -114,11 +152,9 @@ def shape_of(
             return f"q_idx must be bfloat16 {what} {str(index_dtype).removeprefix('torch.')}"
         if channels > 128:
             return f"channels of q_idx must be at most 128 {what} {channels}"
-    if arch != HOPPER:
-        return f"the kernels are written for {HOPPER}, this GPU is {arch}"
-    if teacher_slots(shared_bytes, q_heads, dim) < 2:
-        return f"{arch} lets a block have {shared_bytes} bytes of shared memory, too few for {q_heads} heads of {dim}"
-    return Shape(
+    if not has_matrix_units(arch):
+        return f"{arch} has no bfloat16 matrix units"
+    shape = Shape(
         heads=heads,
         channels=channels,
         q_heads=q_heads,
@@ -132,6 +168,54 @@ def shape_of(
         relu=relu,
         ranks=ranks,
     )
+    return _fitted(shape, arch, shared_bytes)
+
+
+def _fitted(shape: Shape, arch: str, shared_bytes: int) -> Shape | str:
+    """The shape with its tiles, or the reason why some kernel finds too little shared memory."""
+    offered = f"{arch} lets a block have {shared_bytes} bytes of shared memory, too few for"
+    of_index = f"{shape.heads} index heads of {shape.channels}"
+    if shape.capacity:
+        student = many_heads_shared_bytes if shape.many_heads else student_shared_bytes
+        if max(student(shape), UNION_BYTES) > shared_bytes:
+            return f"{offered} {shape.capacity} blocks a row and {of_index}"
+    else:
+        score = score_tiles(arch, shared_bytes, torch.bfloat16, shape.heads, shape.channels, topk=1)
+        if not isinstance(score, ScoreTiles):
+            return score
+    slots = teacher_slots(shared_bytes, shape.q_heads, shape.dim)
+    teachers = [t for t in PLAIN_TEACHER_TILES if plain_teacher_bytes(shape, *t) <= shared_bytes]
+    if takes_hopper_kernels(arch, shared_bytes):
+        return replace(shape, slots=slots) if slots >= 2 else f"{offered} {shape.q_heads} heads of {shape.dim}"
+    if not teachers:
+        return f"{offered} {shape.q_heads} heads of {shape.dim}"
+    if shape.capacity:
+        return replace(shape, plain=PlainTiles(*teachers[0]))
+    of_queries = [t for t in PLAIN_QUERY_TILES if plain_query_bytes(shape.channels, *t) <= shared_bytes]
+    of_keys = [t for t in PLAIN_KEY_TILES if plain_key_bytes(shape.heads, shape.channels, *t) <= shared_bytes]
+    if not of_queries or not of_keys:
+        return f"{offered} {of_index}"
+    return replace(shape, plain=PlainTiles(*teachers[0], *of_queries[0], *of_keys[0]))
+
+
+def plain_teacher_bytes(shape: Shape, keys: int, stages: int, resident: bool) -> int:
+    """Shared memory of the plain teacher: queries of all key heads or of one, steps of one head's keys, lse."""
+    columns = shape.q_heads * TILE_ROWS
+    vectors = (columns if resident else columns // shape.kv_heads) + stages * keys
+    return 2 * vectors * shape.dim + -(-4 * columns // ALIGNMENT) * ALIGNMENT + BARRIER_BYTES
+
+
+def plain_query_bytes(channels: int, rows: int, blocks: int, stages: int) -> int:
+    """Shared memory of the queries' plain gradient: queries, stages of index keys and of scores' gradients."""
+    elements = rows * channels + stages * (blocks * channels + rows * (blocks + PADDING))
+    return 2 * elements + BARRIER_BYTES
+
+
+def plain_key_bytes(heads: int, channels: int, blocks: int, slots: int) -> int:
+    """Shared memory of the index keys' plain gradient: index keys, slots of queries, scores' gradients, weights."""
+    rows = KEY_GRADIENT_ROWS
+    elements = (blocks + slots * rows) * channels + rows * (blocks + PADDING)
+    return 2 * elements + 4 * heads * rows + BARRIER_BYTES
 
 
 def teacher_shared_bytes(slots: int, q_heads: int, dim: int) -> int:

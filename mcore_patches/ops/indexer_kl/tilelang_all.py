@@ -103,7 +103,7 @@ def over_all_blocks(
             )  # fmt: skip
             index = here.q_idx, k_blocks, weights, here.count
             results = sums.q_idx[split.own], no_weights if sums.weights is None else sums.weights[split.own]
-            run["query_gradient"](*index, *seen_by_tiles(here, QUERY_GRADIENT_ROWS), gradients, *results)
+            run["query_gradient"](*index, *seen_by_tiles(here, shape.query_gradient_rows), gradients, *results)
             run["key_gradient"](*index, *seen_by_tiles(here, KEY_GRADIENT_ROWS), gradients, sums.k_blocks)
         sums.share_(split)
     sum_over_ranks_(sums.k_blocks, tp_group)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from mcore_patches.ops.device import Device
-from mcore_patches.ops.indexer_kl.design import Shape, gradient_tiles, student_blocks_per_sm, teacher_slots
+from mcore_patches.ops.indexer_kl.design import Shape, gradient_tiles, student_blocks_per_sm
 from mcore_patches.ops.jit import CACHE, TRACING, build_together, compile_kernel
 
 OP = "indexer_kl"
@@ -20,7 +20,7 @@ _ORDER = "mcore_patches.ops.sparse_mla.tilelang_ordered"
 Specification = tuple[str, str, dict[str, Any]]
 
 
-def specifications(shape: Shape, shared_bytes: int) -> dict[str, Specification]:
+def specifications(shape: Shape) -> dict[str, Specification]:
     """Of each kernel its module, its builder and the builder's arguments.
 
     Those of all visible blocks are there where capacity is 0, those of selected blocks elsewhere.
@@ -33,8 +33,12 @@ def specifications(shape: Shape, shared_bytes: int) -> dict[str, Specification]:
         "dtype": shape.dtype,
     }
     attention |= {"ratio": shape.ratio, "per_token": shape.ranks}
-    attention["slots"] = teacher_slots(shared_bytes, shape.q_heads, shape.dim)
-    found = {"teacher": _specification("teacher", attention)}
+    plain = shape.plain
+    if plain is None:
+        found = {"teacher": _specification("teacher", attention | {"slots": shape.slots})}
+    else:
+        attention |= {"keys": plain.keys, "stages": plain.stages, "resident": plain.resident}
+        found = {"teacher": _specification("plain_teacher", attention)}
     if shape.capacity:
         row = {"capacity": shape.capacity, "relu": shape.relu}
         return found | {
@@ -43,14 +47,24 @@ def specifications(shape: Shape, shared_bytes: int) -> dict[str, Specification]:
             **{name: (_ORDER, f"{name}_kernel", {}) for name in ("mark", "rank", "locate")},
             **(_many_heads(shape, index | row) if shape.many_heads else _few_heads(shape, index, row)),
         }
-    tiles = gradient_tiles(shape.channels)
-    index["relu"] = shape.relu
-    return found | {
-        "rows": _specification("rows", {}),
-        "query_gradient": _specification(
-            "query_gradient", index | {"tile_blocks": tiles.blocks, "stages": tiles.stages}
-        ),
-        "key_gradient": _specification("key_gradient", index | {"slots": tiles.slots}),
+    found["rows"] = _specification("rows", {})
+    return found | _gradients(shape, index | {"relu": shape.relu})
+
+
+def _gradients(shape: Shape, index: dict[str, Any]) -> dict[str, Specification]:
+    """Those of all visible blocks."""
+    tiles, plain = gradient_tiles(shape.channels), shape.plain
+    if plain is None:
+        query = {"tile_blocks": tiles.blocks, "stages": tiles.stages}
+        return {
+            "query_gradient": _specification("query_gradient", index | query),
+            "key_gradient": _specification("key_gradient", index | {"slots": tiles.slots}),
+        }
+    query = {"rows": plain.query_rows, "tile_blocks": plain.query_blocks, "stages": plain.query_stages}
+    key = {"tile_blocks": plain.key_blocks, "slots": plain.key_slots}
+    return {
+        "query_gradient": _specification("plain_query_gradient", index | query),
+        "key_gradient": _specification("plain_key_gradient", index | key),
     }
 
 
@@ -64,7 +78,7 @@ def _few_heads(shape: Shape, index: dict[str, Any], row: dict[str, Any]) -> dict
 
 def _many_heads(shape: Shape, arguments: dict[str, Any]) -> dict[str, Specification]:
     return {
-        "many_heads": _specification("many_heads", arguments),
+        "many_heads": _specification("many_heads" if shape.plain is None else "plain_many_heads", arguments),
         "sum": (_ORDER, "sum_kernel", {"width": shape.channels, "parts_of_entry": 1}),
     }
 
@@ -89,7 +103,7 @@ def named_builds(device: Device, shape: Shape) -> dict[str, Callable[[], Any]]:
     """What builds each kernel, by its name."""
     return {
         name: functools.partial(_get, (OP, device.arch, shape, name), *specification)
-        for name, specification in specifications(shape, device.shared_bytes).items()
+        for name, specification in specifications(shape).items()
     }
 
 

@@ -18,11 +18,12 @@ from mcore_patches.ops.indexer_kl.tilelang_student import _over_threads
 from mcore_patches.ops.tilelang_warp import LOWEST, PASS_CONFIGS  # noqa: F401
 
 
-def many_heads_kernel(*, heads: int, channels: int, capacity: int, weighted: bool, relu: bool):
+def many_heads_kernel(*, heads: int, channels: int, capacity: int, weighted: bool, relu: bool, wgmma: bool = True):
     """Build the kernel ``(q, k, weights, row_weight, blocks, mass, pairs, kl, dq, dweights, parts, index_scale)``.
 
     Arguments up to ``dweights`` are those of `student_kernel`, ``q``, ``k`` and ``dq`` bfloat16. At a pair's number
-    ``parts [n_pairs, channels]`` bfloat16 gets what the pair adds to the gradient of its block.
+    ``parts [n_pairs, channels]`` bfloat16 gets what the pair adds to the gradient of its block. `wgmma`: multiply as
+    only Hopper does.
     """
     dtype = "bfloat16"
     pieces = channels // 8  # of 16 bytes, of a vector
@@ -42,8 +43,17 @@ def many_heads_kernel(*, heads: int, channels: int, capacity: int, weighted: boo
                 k_shared[i, tx % pieces * 8 + e] = T.if_then_else(
                     number >= 0, k[T.cast(T.max(number, 0), "int64"), tx % pieces * 8 + e], T.cast(0, dtype)
                 )
-        T.fence_proxy_async()
+        if wgmma:
+            T.fence_proxy_async()
         T.sync_threads()
+
+    @T.macro
+    def score_keys(k_shared, q_shared, scores):
+        if wgmma:
+            T.wgmma_gemm(k_shared, q_shared, scores, transpose_B=True, clear_accum=True, policy=full_row)
+            T.wait_wgmma(0)
+        else:
+            T.gemm(k_shared, q_shared, scores, transpose_B=True, clear_accum=True, policy=full_row)
 
     @T.prim_func
     def indexer_kl_many_heads(
@@ -111,8 +121,7 @@ def many_heads_kernel(*, heads: int, channels: int, capacity: int, weighted: boo
 
             for s in T.serial(rounds):
                 load(k, selected, s, tx, k_shared)
-                T.wgmma_gemm(k_shared, q_shared, scores, transpose_B=True, clear_accum=True, policy=full_row)
-                T.wait_wgmma(0)
+                score_keys(k_shared, q_shared, scores)
                 for i, h in T.Parallel(KEYS, HEADS):
                     if relu:
                         # A maximum would drop NaN.
@@ -154,8 +163,7 @@ def many_heads_kernel(*, heads: int, channels: int, capacity: int, weighted: boo
 
             for s in T.serial(rounds):
                 load(k, selected, s, tx, k_shared)
-                T.wgmma_gemm(k_shared, q_shared, scores, transpose_B=True, clear_accum=True, policy=full_row)
-                T.wait_wgmma(0)
+                score_keys(k_shared, q_shared, scores)
                 for i, h in T.Parallel(KEYS, HEADS):
                     if weighted:
                         dw_sum[i, h] += logit[s * KEYS + i] * (
@@ -166,11 +174,16 @@ def many_heads_kernel(*, heads: int, channels: int, capacity: int, weighted: boo
                         flow[i, h] = T.if_then_else(scores[i, h] > 0, flow[i, h], T.cast(0, dtype))
                 for i, h in T.Parallel(KEYS, HEADS):
                     g_shared[h, i] = flow[i, h]
-                T.fence_proxy_async()
+                if wgmma:
+                    T.fence_proxy_async()
                 T.sync_threads()
-                T.wgmma_gemm(g_shared, k_shared, dq_sum, policy=full_row)
-                T.wgmma_gemm(flow, q_shared, part, clear_accum=True, policy=full_row)
-                T.wait_wgmma(0)
+                if wgmma:
+                    T.wgmma_gemm(g_shared, k_shared, dq_sum, policy=full_row)
+                    T.wgmma_gemm(flow, q_shared, part, clear_accum=True, policy=full_row)
+                    T.wait_wgmma(0)
+                else:
+                    T.gemm(g_shared, k_shared, dq_sum, policy=full_row)
+                    T.gemm(flow, q_shared, part, clear_accum=True, policy=full_row)
                 T.sync_threads()  # the keys have been read
                 for i, c in T.Parallel(KEYS, channels):
                     k_shared[i, c] = part[i, c]

@@ -8,12 +8,12 @@ scores; two consumer warpgroups hold 64 rows each.
 
 import tilelang.language as T
 
+from mcore_patches.ops.indexer_kl.design import PADDING
 from mcore_patches.ops.indexer_kl.design import QUERY_GRADIENT_ROWS as ROWS
 from mcore_patches.ops.tilelang_warp import PASS_CONFIGS  # noqa: F401
 
 WARPGROUP = 128
 CONSUMERS = 256
-PADDING = 8  # elements behind a row of gradients, so that rows begin in different banks
 CONSUMER_REGISTERS = 224
 PRODUCER_REGISTERS = 56
 

@@ -33,7 +33,6 @@ def teacher_kernel(
     slots: int,
     dtype: str,
     per_token: bool = False,
-    wgmma: bool = True,
 ):
     """Build the kernel ``(q, k, lse, begin, count, tokens, mass, scale, splits)``.
 
@@ -51,14 +50,6 @@ def teacher_kernel(
     vectors = WARPGROUP // lanes  # that the producer loads at a time
     tq, tk, tiles, listed, padded = (T.dynamic(n) for n in ("tq", "tk", "tiles", "listed", "padded"))
     full_row = T.GemmWarpPolicy.FullRow
-
-    @T.macro
-    def multiply(keys, queries, scores):
-        if wgmma:
-            T.wgmma_gemm(keys, queries, scores, transpose_B=True, clear_accum=True, policy=full_row)
-            T.wait_wgmma(0)
-        else:
-            T.gemm(keys, queries, scores, transpose_B=True, clear_accum=True, policy=full_row)
 
     @T.prim_func
     def indexer_kl_teacher(
@@ -130,7 +121,15 @@ def teacher_kernel(
                         turn = s * kv_heads + g
                         T.barrier_wait(k_ready[turn % slots], (turn // slots) & 1)
                         T.fence_proxy_async()  # asynchronous copies write as threads do, products read otherwise
-                        multiply(k_shared[turn % slots, :, :], q_shared[g, :, :], scores)
+                        T.wgmma_gemm(
+                            k_shared[turn % slots, :, :],
+                            q_shared[g, :, :],
+                            scores,
+                            transpose_B=True,
+                            clear_accum=True,
+                            policy=full_row,
+                        )
+                        T.wait_wgmma(0)
                         T.barrier_arrive(k_free[turn % slots])
                         for i, j in T.Parallel(TOKENS, columns):
                             probs[i, j // TILE_ROWS, j % TILE_ROWS] = T.exp2(

@@ -23,11 +23,13 @@ from mcore_patches.ops.backend import kernel_module, resolve
 from mcore_patches.ops.jit import KernelBuildError
 from mcore_patches.ops.sparse_gqa.chunked import sparse_gqa_chunked
 from mcore_patches.ops.sparse_gqa.naive import sparse_gqa_naive
+from mcore_patches.ops.sparse_gqa.tilelang_backend import warmup
 
-__all__ = ["resolve_backend", "sparse_gqa", "supports"]
+__all__ = ["resolve_backend", "sparse_gqa", "supports", "warmup"]
 
 _OP = "sparse_gqa"
-# Loaded on demand: TileLang is optional. It holds `supports` and `sparse_gqa_tilelang`.
+# TileLang is optional: this module imports it when kernels are asked for. It holds `supports` and
+# `sparse_gqa_tilelang`.
 _KERNELS = f"{__name__}.tilelang_backend"
 
 

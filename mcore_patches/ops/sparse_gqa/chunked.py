@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from mcore_patches.ops.arguments import check_row_fits
 from mcore_patches.ops.packing import token_support
 from mcore_patches.ops.workspace import accumulation_dtype, add_rows_, chunks, rows_per_chunk, workspace_bytes
 
@@ -37,7 +38,15 @@ def sparse_gqa_chunked(
     deterministic: bool = True,
     workspace: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Arguments and results as in `sparse_gqa`. `workspace`: bytes of temporaries of a chunk of rows."""
+    """Arguments and results as in `sparse_gqa`. `workspace`: bytes of temporaries of a chunk of rows.
+
+    Raises:
+        ValueError: block_size is so large that the blocks of a single row take gigabytes.
+    """
+    if block_ids is not None:
+        group, dtype = q.shape[1] // k.shape[1], accumulation_dtype(q.dtype)
+        token_bytes = (3 * q.shape[2] + 4 * group) * dtype.itemsize  # of the backward, which takes more
+        check_row_fits("sparse_gqa", "block_size", block_size, block_ids.shape[1] + 1, token_bytes)
     budget = workspace_bytes(q.device) if workspace is None else workspace
     return _ChunkedGQA.apply(q, k, v, block_ids, row_pos, row_start, scale, block_size, deterministic, budget)
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from mcore_patches.ops.device import FIRST_ARCH_WITH_BF16_MATRIX_UNITS, HOPPER, HOPPER_SHARED_BYTES
+from mcore_patches.ops.device import has_matrix_units, takes_hopper_kernels
 
 DIMS = (64, 128, 256)
 # Rows of a step times heads must be a multiple of 16, the least reduction of a matrix product, in the backward.
@@ -149,10 +149,10 @@ def sparse_gqa_design(
         return f"query heads a KV head must be one of {_spell(GROUPS)}, got {group}"
     if block_size not in BLOCK_SIZES:
         return f"block_size must be one of {_spell(BLOCK_SIZES)}, got {block_size}"
-    if int("".join(c for c in arch if c.isdigit())) < FIRST_ARCH_WITH_BF16_MATRIX_UNITS:
+    if not has_matrix_units(arch):
         return f"{arch} has no bfloat16 matrix units"
     forward, backward = _forward_tiles(group), _backward_tiles(group)
-    if arch == HOPPER and shared_bytes >= HOPPER_SHARED_BYTES:
+    if takes_hopper_kernels(arch, shared_bytes):
         needed = max(t.plan_shared_bytes(topk, block_size) for t in (forward, backward.union))
         if needed > shared_bytes:
             return f"lists of {topk} blocks a row need {needed} bytes of shared memory, a block may have {shared_bytes}"

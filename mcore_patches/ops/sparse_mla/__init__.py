@@ -11,8 +11,9 @@ from mcore_patches.ops.sparse_mla.autograd import sparse_mla_once_differentiable
 from mcore_patches.ops.sparse_mla.backends import resolve_backend, supports
 from mcore_patches.ops.sparse_mla.inputs import check_inputs
 from mcore_patches.ops.sparse_mla.naive import sparse_mla_naive
+from mcore_patches.ops.sparse_mla.tilelang_kernels import warmup
 
-__all__ = ["BACKENDS", "resolve_backend", "sparse_mla", "supports"]
+__all__ = ["BACKENDS", "resolve_backend", "sparse_mla", "supports", "warmup"]
 
 
 def sparse_mla(
