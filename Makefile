@@ -10,6 +10,7 @@ PY := $(VENV)/bin/python
 READY := $(VENV)/.ready
 RELEASES := 0.16.1 0.17.1 0.18.2 0.19.0 0.19.2
 WORKERS ?= 2
+TILELANG ?=
 
 # One thread a process: the tests run several processes, and megatron's CPU models are tiny.
 export OMP_NUM_THREADS := 1
@@ -54,10 +55,17 @@ test: setup
 test-thorough: setup
 	$(PY) -m pytest -m thorough $(ARGS)
 
-# Each of these files compiles in two processes at a time.
-test-kernels: $(READY)
+# Some of these files compile in two processes at a time. TILELANG=0.1.12 takes that release instead of the installed one.
+test-kernels: $(READY) $(if $(TILELANG),.releases/tilelang-$(TILELANG)/.ready)
 	@command -v nvcc > /dev/null || { echo "make test-kernels needs nvcc of the CUDA toolkit (12.8 or newer) on PATH" >&2; exit 1; }
-	$(PY) -m pytest tests/ops/test_compile_*.py $(ARGS)
+	$(if $(TILELANG),PYTHONPATH=.releases/tilelang-$(TILELANG)) $(PY) -m pytest tests/ops/test_compile_*.py $(ARGS)
+
+# With the tvm-ffi that it asks for; what else it needs is installed.
+.releases/tilelang-%/.ready: | $(READY)
+	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(@D) tilelang==$*
+	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(@D) \
+		"$$($(PY) -c 'import importlib.metadata as m; d, = m.distributions(name="tilelang", path=["$(@D)"]); print(*[r for r in d.requires if r.startswith("apache-tvm-ffi")])')"
+	@touch $@
 
 lint: $(READY)
 	$(VENV)/bin/ruff check .

@@ -12,9 +12,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gpu_ci.thread_ranks import run_ranks
-from mcore_patches.ops.block_topk import select_blocks, supports
+from mcore_patches.ops.block_topk import select_blocks, supports, tilelang_backend
+from mcore_patches.ops.block_topk.design import ScoreTiles, score_tiles
 from mcore_patches.ops.block_topk.naive import block_scores_naive, select_blocks_naive
 from mcore_patches.ops.block_topk.tilelang_backend import select_blocks_tilelang, warmup
+from mcore_patches.ops.device import Device, describe
 from mcore_patches.ops.jit import CACHE
 from mcore_patches.ops.packing import PackedRows, complete_blocks, packed_rows
 
@@ -118,6 +120,32 @@ def test_ties_equal_the_oracle(case: Case) -> None:
     if sum(case.lengths) < 4000:  # the oracle sorts every row in Python
         assert torch.equal(got, select_blocks_naive(*arguments, **settings))
     assert torch.equal(got, select_blocks(*arguments, **settings, backend="chunked"))
+
+
+PLAIN_CASES = [
+    Case(),
+    *(Case(heads=3, channels=64, scoring=scoring) for scoring in SCORING),
+    Case(heads=64, scoring="relu-weights"),
+    Case(heads=9, channels=256),
+    Case(topk=1000, lengths=(5000, 2049, 77)),
+]
+
+
+@pytest.mark.parametrize("kib", [99, 163, 226])
+@pytest.mark.parametrize("case", PLAIN_CASES, ids=str)
+def test_plain_kernels_of_other_gpus(case: Case, kib: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With as much shared memory as those have."""
+    multiprocessors = describe(torch.device("cuda", torch.cuda.current_device())).multiprocessors
+    monkeypatch.setattr(tilelang_backend, "device_of", lambda _: Device("sm_90a", kib * 1024, multiprocessors))
+    arguments, settings = case.inputs(whole=True)
+    q_idx = arguments[0]
+    tiles = score_tiles("sm_90a", kib * 1024, q_idx.dtype, *q_idx.shape[1:], settings["topk"])
+    assert isinstance(tiles, ScoreTiles) and tiles.plain
+    got = select_blocks(*arguments, **settings, backend="tilelang")
+    assert torch.equal(got, select_blocks(*arguments, **settings, backend="chunked"))
+    arguments, settings = case.inputs(whole=False)
+    got = select_blocks(*arguments, **settings, backend="tilelang")
+    assert_apart_at_the_cut_alone(case, arguments, settings, got)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

@@ -12,8 +12,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gpu_ci.thread_ranks import run_ranks
-from mcore_patches.ops.indexer_kl import indexer_kl, supports
+from mcore_patches.ops.device import Device, describe
+from mcore_patches.ops.indexer_kl import indexer_kl, supports, tilelang_backend
 from mcore_patches.ops.indexer_kl.chunked import indexer_kl_chunked
+from mcore_patches.ops.indexer_kl.design import PlainTiles, Shape
 from mcore_patches.ops.indexer_kl.naive import indexer_kl_naive
 from mcore_patches.ops.indexer_kl.tilelang_backend import indexer_kl_tilelang, warmup
 from mcore_patches.ops.jit import CACHE
@@ -210,6 +212,38 @@ KINDS = pytest.mark.parametrize(
 def test_equals_float64(case: Case) -> None:
     inputs = Inputs.random(case)
     check(inputs.reference(), inputs.run(), case)
+
+
+@pytest.mark.parametrize("kib", [99, 163, 226])
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(),
+        Case(everywhere=True, lengths=(700, 300, 3)),
+        Case(everywhere=True, scoring="linear-weights", heads=3, channels=64, q_heads=8, dim=128, ratio=1),
+        Case(everywhere=True, scoring="relu-weights", heads=2, channels=256, q_heads=4, kv_heads=1, ratio=16),
+        Case(everywhere=True, heads=20, q_heads=8, dim=64, scoring="linear"),
+        Case(topk=300, ratio=1, heads=64, q_heads=8, dim=128, scoring="relu-weights"),
+    ],
+    ids=str,
+)
+def test_plain_kernels_equal_float64(case: Case, kib: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels of other GPUs, with as much shared memory as those have."""
+    multiprocessors = describe(torch.device("cuda", torch.cuda.current_device())).multiprocessors
+    monkeypatch.setattr(tilelang_backend, "device_of", lambda _: Device("sm_90a", kib * 1024, multiprocessors))
+    inputs = Inputs.random(case)
+    assert isinstance(plain_tiles(inputs, tilelang_backend.device_of(inputs.q.device)), PlainTiles)
+    check(inputs.reference(), inputs.run(), case)
+
+
+def plain_tiles(inputs: Inputs, device: Device) -> PlainTiles | None:
+    settings = inputs.settings
+    shape = tilelang_backend._shape(
+        device, inputs.q_idx, inputs.q, inputs.k, inputs.block_ids, settings["ratio"], settings["weights"],
+        settings["relu"], None,
+    )  # fmt: skip
+    assert isinstance(shape, Shape), shape
+    return shape.plain
 
 
 def test_equals_the_oracle() -> None:

@@ -684,6 +684,12 @@ def test_backends():
         ({"scale": 0.0}, ValueError, r"scale must be finite and above 0, got 0\.0"),
         ({"index_scale": float("inf")}, ValueError, "index_scale must be finite and above 0, got inf"),
         ({"ratio": 0}, ValueError, "ratio must be at least 1, got 0"),
+        ({"ratio": 2**31 - 1}, ValueError, r"ratio must be at most \d+ on the chunked path, .* got 2147483647"),
+        (
+            {"ratio": 2**31 - 1, "block_ids": None},
+            ValueError,
+            r"ratio must be at most \d+ on the chunked path, .* got 2147483647",
+        ),
         ({"ratio": 2**32 + 4}, ValueError, "ratio must be at most 2147483647, got 4294967300"),
         ({"index_scale": 10**400}, ValueError, "index_scale must be finite and above 0, got 1000"),
         ({"relu": None}, TypeError, "relu must be a bool, got None"),

@@ -1,8 +1,10 @@
 """What ranks of a tensor-parallel group share: rows of the indexer's KL and of the selection, in several processes."""
 
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from mcore_patches.ops.device import Device
 from mcore_patches.ops.indexer_kl import indexer_kl, tilelang_backend
 from mcore_patches.ops.indexer_kl.chunked import indexer_kl_chunked
 from mcore_patches.ops.indexer_kl.naive import indexer_kl_naive
+from mcore_patches.ops.jit import KernelBuildError
 from mcore_patches.ops.row_split import deal_rows, split_rows, sum_over_ranks_
 from mcore_patches.ops.sparse_gqa import sparse_gqa
 from tests.ops.assertions import assert_close, assert_identical
@@ -194,6 +197,55 @@ def launches(group: dist.ProcessGroup, calls: list[Call]) -> list[tuple[Tensor, 
         ]
 
 
+def disagreements(group: dist.ProcessGroup, calls: list[Call]) -> tuple[list[tuple[Tensor, ...]], list[str]]:
+    """Where the kernels of rank 1 do not compile, or its TileLang does not import: results and what is warned of."""
+    results, texts = [], []
+    for fault in ("build", "import"):
+        for call in calls:
+            mine = heads_of_rank(call, group)
+            with pytest.MonkeyPatch.context() as monkeypatch, warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                take_cpu_tensors(monkeypatch, HOPPER)
+                monkeypatch.setattr(tilelang_backend, "_AGREED", WeakKeyDictionary())
+                monkeypatch.setattr(tilelang_backend, "_build", lambda *_: None)
+                if group.rank() == 1 and fault == "import":
+                    monkeypatch.setattr(tilelang_backend, "import_fault", lambda: "tilelang cannot be imported: no")
+                if group.rank() == 1 and fault == "build":
+                    monkeypatch.setattr(tilelang_backend, "_build", _does_not_compile)
+                before = differentiated(mine)  # all ranks take the chunked path, at once and from then on
+                results += [before, differentiated(mine)]
+                with pytest.raises(ValueError, match="backend='tilelang' does not run these arguments: "):
+                    indexer_kl(**mine, backend="tilelang")
+            texts.append("; ".join(str(w.message) for w in caught if w.category is RuntimeWarning))
+            with pytest.MonkeyPatch.context() as monkeypatch:
+                take_cpu_tensors(monkeypatch, HOPPER)
+                monkeypatch.setattr(tilelang_backend, "_AGREED", WeakKeyDictionary())
+                monkeypatch.setattr(tilelang_backend, "_build", _does_not_compile)
+                with pytest.raises(KernelBuildError, match="out of registers"):
+                    indexer_kl(**mine, backend="tilelang")
+    return results, texts
+
+
+def _does_not_compile(*_: Any) -> None:
+    raise KernelBuildError("indexer_kl/teacher does not compile: out of registers")
+
+
+def agreements(group: dist.ProcessGroup, calls: list[Call], monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Ranks hear of each other once for each shape; how often, after each of several calls."""
+    take_cpu_tensors(monkeypatch, HOPPER)
+    monkeypatch.setattr(tilelang_backend, "_AGREED", WeakKeyDictionary())
+    monkeypatch.setattr(tilelang_backend, "_build", lambda *_: None)
+    heard: list[int] = []
+    sums = tilelang_backend.sum_over_ranks_
+    monkeypatch.setattr(tilelang_backend, "sum_over_ranks_", lambda *a: (heard.append(1), sums(*a)))
+    numbers = []
+    for call in 3 * calls:
+        loss = indexer_kl(**heads_of_rank(call, group), backend="tilelang")
+        assert loss.isfinite()
+        numbers.append(len(heard))
+    return numbers
+
+
 def _rank(rank: int, size: int, store: str, exact: list[Call], rough: list[Call], results: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
@@ -204,11 +256,17 @@ def _rank(rank: int, size: int, store: str, exact: list[Call], rough: list[Call]
             collectives(group)
             selection(group)
             torch.save((losses(group, exact), launches(group, rough)), f"{results}.{ranks}.{rank}")
+            if ranks == 2:
+                with pytest.MonkeyPatch.context() as monkeypatch:
+                    numbers = agreements(group, rough, monkeypatch)
+                torch.save((disagreements(group, rough), numbers), f"{results}.disagree.{rank}")
     dist.destroy_process_group()
 
 
 def test_ranks_that_share_heads_and_rows_equal_one_process(tmp_path: Path) -> None:
-    """Loss and gradients of two and of three ranks, in float64 to rounding, and bit for bit from rank to rank."""
+    """Loss and gradients of two and of three ranks, in float64 to rounding, and bit for bit from rank to rank; and two
+    ranks of which one cannot take the kernels.
+    """
     exact = [kl_call(stage, LENGTHS, torch.float64, 8, given_lse=given) for stage, given in ((1, True), (2, False))]
     rough = [kl_call(stage, LONG, torch.bfloat16, 64) for stage in (1, 2)]
     store, results = str(tmp_path / "store"), str(tmp_path / "results")
@@ -229,6 +287,22 @@ def test_ranks_that_share_heads_and_rows_equal_one_process(tmp_path: Path) -> No
             for mine, theirs in zip([*got, *launched], [*other[0], *other[1]], strict=True):
                 for name, a, b in zip(RESULTS, mine, theirs, strict=True):
                     assert_identical(name, a, b)
+
+    (first, numbers), (second, _) = (torch.load(f"{results}.disagree.{rank}") for rank in range(2))
+    chunked = [undispatched(indexer_kl_chunked, in_double(call) | {"index_scale": 64**-0.5}) for call in rough]
+    for want, mine, theirs in zip(
+        [w for _ in range(2) for w in chunked for _ in range(2)], first[0], second[0], strict=True
+    ):
+        for name, a, b, c in zip(RESULTS, want, mine, theirs, strict=True):
+            assert_close(name, a, b, 1e-6 if name == "loss" else 5e-3)
+            assert_identical(name, b, c)
+    here = "indexer_kl takes the chunked path: indexer_kl/teacher does not compile: out of registers"
+    elsewhere = (
+        "indexer_kl takes the chunked path: 1 of the 2 ranks of tp_group cannot take the kernels, each of them says why"
+    )
+    assert first[1] == [elsewhere] * 4
+    assert second[1] == [here] * 2 + ["indexer_kl takes the chunked path: tilelang cannot be imported: no"] * 2
+    assert numbers == [1, 2, 2, 2, 2, 2]
 
 
 @pytest.mark.parametrize("stage", [1, 2])

@@ -442,6 +442,11 @@ def test_backends():
         ({"scale": float("nan")}, ValueError, "scale must be finite and above 0, got nan"),
         ({"scale": 10**400}, ValueError, "scale must be finite and above 0, got 1000"),
         ({"block_size": 0}, ValueError, "block_size must be at least 1, got 0"),
+        (
+            {"block_size": 2**31 - 1},
+            ValueError,
+            r"block_size must be at most \d+ on the chunked path, .* got 2147483647",
+        ),
         ({"block_size": 2**32 + 4}, ValueError, "block_size must be at most 2147483647, got 4294967300"),
         ({"deterministic": 0}, TypeError, "deterministic must be a bool, got 0"),
     ],
