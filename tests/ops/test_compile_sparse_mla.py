@@ -21,8 +21,8 @@ ENTRY_REGISTERS = {"tilelang_forward": 65536 // 512, "tilelang_backward": 65536 
 ENTRY_REGISTERS["tilelang_few_heads"] = ENTRY_REGISTERS["tilelang_backward"]
 
 
-# Bytes of spill loads and stores of a thread, together.
-SPILLED_AT_MOST = 64
+# Bytes of spill loads and stores of a thread, together. TileLang 0.1.12 spills a little more than later releases.
+SPILLED_AT_MOST = 96
 
 
 def design(arch: str, width: int) -> SparseMLADesign:

@@ -149,7 +149,9 @@ def indexer_kl(
 
 def _agreed_backend(*args: Any, backend: str, **settings: Any) -> str:
     """`resolve_backend`, after the ranks of a group have agreed on the kernels: a collective at first."""
-    kernels = kernel_module(_KERNELS) if backend in ("auto", "tilelang") else None
+    group = settings["tp_group"]
+    several = group is not None and group.size() > 1
+    kernels = kernel_module(_KERNELS) if several and backend in ("auto", "tilelang") else None
     if kernels is not None:
         try:
             kernels.agree(*args, **settings)

@@ -56,10 +56,11 @@ def supports(
         shape = _shape_or_fault(q_idx, q, k, block_ids, ratio, weights, relu, tp_group)
         reason = shape if isinstance(shape, str) else failure(device_of(q.device), shape)
     if not reason and _several(tp_group):
-        reason = _AGREED.get(tp_group, {}).get(_key(q_idx, q, k, block_ids, ratio, weights, relu), "")
+        reason = _refused_by_agreement(tp_group, _key(q_idx, q, k, block_ids, ratio, weights, relu))
     return not reason, reason or "the kernels take these arguments"
 
 
+@torch.compiler.disable
 def agree(
     q_idx: Tensor,
     k_blocks: Tensor,
@@ -110,6 +111,11 @@ def agree(
         raise error
     if number not in (0, size):
         raise KernelBuildError(agreed[key])
+
+
+@torch.compiler.disable
+def _refused_by_agreement(tp_group: dist.ProcessGroup, key: tuple[Any, ...]) -> str:
+    return _AGREED.get(tp_group, {}).get(key, "")
 
 
 def _several(tp_group: dist.ProcessGroup | None) -> TypeGuard[dist.ProcessGroup]:
