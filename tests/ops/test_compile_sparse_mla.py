@@ -21,8 +21,10 @@ ENTRY_REGISTERS = {"tilelang_forward": 65536 // 512, "tilelang_backward": 65536 
 ENTRY_REGISTERS["tilelang_few_heads"] = ENTRY_REGISTERS["tilelang_backward"]
 
 
-# Bytes of spill loads and stores of a thread, together. TileLang 0.1.12 spills a little more than later releases.
-SPILLED_AT_MOST = 96
+# Bytes of spill loads and stores of a thread, together. The plain backward with stores for sm_100a spills more than the
+# others: 160 with TileLang 0.1.15, 80 with 0.1.12.
+SPILLED_AT_MOST = 64
+PLAIN_SPILLED_AT_MOST = 160
 
 
 def design(arch: str, width: int) -> SparseMLADesign:
@@ -93,7 +95,8 @@ def reports(request: pytest.FixtureRequest) -> Iterator[dict[Case, Future[Report
 def test_kernel_fits(case: Case, reports: dict[Case, Future[Report]]) -> None:
     report = reports[case].result(timeout=900)
     assert report.shared_bytes + 1024 <= SHARED_BYTES[case.arch]
-    assert report.spilled <= SPILLED_AT_MOST
+    plain_backward = case.module == "tilelang_plain_backward"
+    assert report.spilled <= (PLAIN_SPILLED_AT_MOST if plain_backward else SPILLED_AT_MOST)
     # C7517, a wait put in where registers of a product are used, costs nothing where one stands in the text anyway.
     assert [w for w in report.warnings if "C7517" not in w] == []
     # With setmaxnreg the register count is that at entry: all threads of the block must find theirs.
