@@ -8,7 +8,15 @@ from typing import Any
 import tilelang
 import tilelang.language as T
 
-from mcore_patches.ops.sparse_mla.tilelang_scatter import KEYS_PER_BLOCK, PIECE, element_type, group, scattering
+from mcore_patches.ops.sparse_mla.tilelang_scatter import (
+    ELEMENTS,
+    KEYS_PER_BLOCK,
+    PIECE,
+    element_type,
+    group,
+    place_type,
+    scattering,
+)
 
 LOG2E = 1.4426950408889634
 
@@ -91,16 +99,16 @@ def backward_kernel(width: int, value_width: int, reduction: str, strided: bool 
             dq_1 = T.alloc_fragment([HB, 128], accum)
             dq_2 = T.alloc_fragment([HB, 128], accum)
             dq_3 = T.alloc_fragment([HB, 128], accum)
-            even_left = T.alloc_fragment([KB], T.int32)
-            odd_left = T.alloc_fragment([KB], T.int32)
-            even_right = T.alloc_fragment([KB], T.int32)
-            odd_right = T.alloc_fragment([KB], T.int32)
+            even_left = T.alloc_local([2], place_type(reduction))
+            odd_left = T.alloc_local([2], place_type(reduction))
             mine_left = T.alloc_local([2 * run], accum)
-            first_left = T.alloc_local([run], dkv_dtype)
-            second_left = T.alloc_local([run], dkv_dtype)
+            first_left = T.alloc_local([ELEMENTS // 2], dkv_dtype)
+            second_left = T.alloc_local([ELEMENTS // 2], dkv_dtype)
+            even_right = T.alloc_local([2], place_type(reduction))
+            odd_right = T.alloc_local([2], place_type(reduction))
             mine_right = T.alloc_local([2 * run], accum)
-            first_right = T.alloc_local([run], dkv_dtype)
-            second_right = T.alloc_local([run], dkv_dtype)
+            first_right = T.alloc_local([ELEMENTS // 2], dkv_dtype)
+            second_right = T.alloc_local([ELEMENTS // 2], dkv_dtype)
             left_0 = T.alloc_fragment([KB, PIECE], accum)
             right_0 = T.alloc_fragment([KB, PIECE], accum)
 
@@ -149,14 +157,15 @@ def backward_kernel(width: int, value_width: int, reduction: str, strided: bool 
                     T.fill(left_0, 0)
                     T.wgmma_gemm(p_shared[0:HT, :], do_shared[0:HT, 0:PIECE], left_0, transpose_A=True)
                     T.barrier_wait(ds_ready, i & 1)
+                    T.wgmma_gemm(ds_shared[0:HT, :], q_shared[0:HT, 0:PIECE], left_0, transpose_A=True)
+                    # dQ after the first piece: it is multiplied while that is added.
                     T.wgmma_gemm(ds_shared, kv_shared[:, 0:128], dq_0)
                     T.wgmma_gemm(ds_shared, kv_shared[:, 128:256], dq_1)
-                    T.wgmma_gemm(ds_shared[0:HT, :], q_shared[0:HT, 0:PIECE], left_0, transpose_A=True)
-                    T.wait_wgmma(1)
-                    copy_targets(targets, i & 1, even_left, odd_left)
-                    T.barrier_arrive(kv_free)
-                    T.wait_wgmma(0)
+                    copy_targets(DKV, b, targets, i & 1, even_left, odd_left)
+                    T.wait_wgmma(2)
                     scatter(DKV, b, even_left, odd_left, left_0, mine_left, first_left, second_left, 0)
+                    T.wait_wgmma(0)
+                    T.barrier_arrive(kv_free)
                     multiply(left_0, 64, p_shared, ds_shared, do_shared, q_shared)
                     T.wait_wgmma(0)
                     scatter(DKV, b, even_left, odd_left, left_0, mine_left, first_left, second_left, 64)
@@ -165,12 +174,8 @@ def backward_kernel(width: int, value_width: int, reduction: str, strided: bool 
                     scatter(DKV, b, even_left, odd_left, left_0, mine_left, first_left, second_left, 128)
                     multiply(left_0, 192, p_shared, ds_shared, do_shared, q_shared)
                     T.wait_wgmma(0)
-                    scatter(DKV, b, even_left, odd_left, left_0, mine_left, first_left, second_left, 192)
-                    if tail > 0:
-                        multiply(left_0, 512, p_shared, ds_shared, do_shared, q_shared)
-                        T.wait_wgmma(0)
-                        scatter(DKV, b, even_left, odd_left, left_0, mine_left, first_left, second_left, 512)
                     T.barrier_arrive(pds_free)
+                    scatter(DKV, b, even_left, odd_left, left_0, mine_left, first_left, second_left, 192)
                 T.barrier_wait(pds_free, (blocks & 1) ^ 1)
                 T.copy(dq_0, q_shared[:, 0:128])
                 T.copy(dq_1, q_shared[:, 128:256])
@@ -202,16 +207,23 @@ def backward_kernel(width: int, value_width: int, reduction: str, strided: bool 
                     T.fence_proxy_async()
                     T.barrier_arrive(ds_ready)
                     T.barrier_wait(ds_ready, i & 1)
+                    multiply(right_0, 256, p_shared, ds_shared, do_shared, q_shared)
                     T.wgmma_gemm(ds_shared, kv_shared[:, 256:384], dq_2)
                     T.wgmma_gemm(ds_shared, kv_shared[:, 384:512], dq_3)
+                    copy_targets(DKV, b, targets, i & 1, even_right, odd_right)
                     if tail > 0:
                         T.wgmma_gemm(ds_shared, kv_shared[:, 512:576], dq_tail)
-                    multiply(right_0, 256, p_shared, ds_shared, do_shared, q_shared)
-                    T.wait_wgmma(2)
-                    copy_targets(targets, i & 1, even_right, odd_right)
-                    T.barrier_arrive(kv_free)
-                    T.wait_wgmma(0)
+                        T.wait_wgmma(3)
+                    else:
+                        T.wait_wgmma(2)
                     scatter(DKV, b, even_right, odd_right, right_0, mine_right, first_right, second_right, 256)
+                    T.wait_wgmma(0)
+                    T.barrier_arrive(kv_free)
+                    # The longer turn is this group's, so the other begins with the next scores while this one adds.
+                    if tail > 0:
+                        multiply(right_0, 512, p_shared, ds_shared, do_shared, q_shared)
+                        T.wait_wgmma(0)
+                        scatter(DKV, b, even_right, odd_right, right_0, mine_right, first_right, second_right, 512)
                     multiply(right_0, 320, p_shared, ds_shared, do_shared, q_shared)
                     T.wait_wgmma(0)
                     scatter(DKV, b, even_right, odd_right, right_0, mine_right, first_right, second_right, 320)

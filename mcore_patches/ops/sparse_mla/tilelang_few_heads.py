@@ -13,7 +13,15 @@ from typing import Any
 import tilelang
 import tilelang.language as T
 
-from mcore_patches.ops.sparse_mla.tilelang_scatter import KEYS_PER_BLOCK, PIECE, element_type, group, scattering
+from mcore_patches.ops.sparse_mla.tilelang_scatter import (
+    ELEMENTS,
+    KEYS_PER_BLOCK,
+    PIECE,
+    element_type,
+    group,
+    place_type,
+    scattering,
+)
 
 LOG2E = 1.4426950408889634
 GROUPS = 2
@@ -106,7 +114,7 @@ def backward_kernel(width: int, value_width: int, reduction: str, strided: bool 
             T.sync_threads(1 + g, 128)
             T.wgmma_gemm(kv_shared[g, :, :], ds_shared[g, :, :], dq, transpose_A=True)
             multiply(piece_0, 0, p, ds, do_shared, q_shared)
-            copy_targets(targets, g, even, odd)
+            copy_targets(DKV, b, targets, g, even, odd)
             T.wait_wgmma(0)
             T.barrier_arrive(kv_free[g])
             for n in T.unroll(width // PIECE // 2):
@@ -158,16 +166,16 @@ def backward_kernel(width: int, value_width: int, reduction: str, strided: bool 
             piece_01 = T.alloc_fragment([KB, PIECE], accum)
             piece_10 = T.alloc_fragment([KB, PIECE], accum)
             piece_11 = T.alloc_fragment([KB, PIECE], accum)
-            even_0 = T.alloc_fragment([KB], T.int32)
-            odd_0 = T.alloc_fragment([KB], T.int32)
-            even_1 = T.alloc_fragment([KB], T.int32)
-            odd_1 = T.alloc_fragment([KB], T.int32)
+            even_0 = T.alloc_local([2], place_type(reduction))
+            odd_0 = T.alloc_local([2], place_type(reduction))
+            even_1 = T.alloc_local([2], place_type(reduction))
+            odd_1 = T.alloc_local([2], place_type(reduction))
             mine_0 = T.alloc_local([2 * run], accum)
-            first_0 = T.alloc_local([run], dkv_dtype)
-            second_0 = T.alloc_local([run], dkv_dtype)
+            first_0 = T.alloc_local([ELEMENTS // 2], dkv_dtype)
+            second_0 = T.alloc_local([ELEMENTS // 2], dkv_dtype)
             mine_1 = T.alloc_local([2 * run], accum)
-            first_1 = T.alloc_local([run], dkv_dtype)
-            second_1 = T.alloc_local([run], dkv_dtype)
+            first_1 = T.alloc_local([ELEMENTS // 2], dkv_dtype)
+            second_1 = T.alloc_local([ELEMENTS // 2], dkv_dtype)
 
             q_ready = T.alloc_barrier(arrive_count=128)
             kv_ready = T.alloc_barrier(arrive_count=[256] * GROUPS)

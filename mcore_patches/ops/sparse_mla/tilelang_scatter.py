@@ -12,6 +12,7 @@ KEYS_PER_BLOCK = 64  # the M of one wgmma
 PIECE = 64  # channels of dKV that one product makes
 WGMMA_COLUMNS = 8  # of one 8-column tile of an accumulator each thread of a quad holds two columns
 LANES_OF_KEY = 4  # of a warp, that hold one row of an accumulator: a quad
+ELEMENTS = KEYS_PER_BLOCK * PIECE // 128  # of a piece that a thread has
 REDUCTIONS = ("atomic", "store")
 
 
@@ -28,47 +29,76 @@ def element_type(reduction: str) -> Any:
     return T.float32 if reduction == "atomic" else T.bfloat16
 
 
+def place_type(reduction: str) -> Any:
+    """What `even` and `odd` of `scattering` hold: for additions, where in DKV an element is, else a key."""
+    return T.int64 if reduction == "atomic" else T.int32
+
+
 def scattering(reduction: str) -> tuple[Any, Any]:
     """Macros (scatter, copy_targets).
 
     scatter(DKV, b, even, odd, piece, mine, first, second, column) adds or stores `piece` [64 keys, 64 channels from
-    `column`] of batch entry b. even, odd: for each key the place in DKV of the even and of the odd one of its pair,
-    negative for none, as copy_targets(targets, stage, even, odd) takes them from `targets` [stages, 64]. Local are mine
-    [2 * run], first and second [run]; run = group // 4.
+    `column`] of batch entry b. A thread has channels of two pairs of keys: even, odd [2] tell where the even and the
+    odd key of each are, negative for nowhere, as copy_targets(DKV, b, targets, stage, even, odd) takes them from
+    `targets` [stages, 64], keys of DKV. Local are even and odd of `place_type`, mine [2 * run], and first and second
+    [`ELEMENTS` // 2]; run = group // 4.
     """
     columns_of_group = group(reduction)
     run = columns_of_group // 4
+    groups = PIECE // (2 * columns_of_group)
     dtype = element_type(reduction)
 
+    def channel_of_thread():
+        lane = T.get_thread_binding() % 32
+        return lane // LANES_OF_KEY % 2 * columns_of_group + lane % LANES_OF_KEY * run
+
+    def place(DKV, b, target):
+        if reduction == "store":
+            return target
+        # The whole place, once a block of keys: made anew for every addition it would take longer than that.
+        keys, width = DKV.shape[1:]
+        row = T.cast(b, T.int64) * keys + T.cast(target, T.int64)
+        return T.if_then_else(target >= 0, row * width + T.cast(channel_of_thread(), T.int64), T.int64(-1))
+
     @T.macro
-    def write(DKV, b, target, channel, values):
-        if reduction == "atomic":
-            T.atomic_addx4(DKV[b, target, channel], values[0])
-        else:
-            DKV[b, target, T.Ramp(channel, 1, run)] = values[T.Ramp(0, 1, run)]
+    def write(DKV, b, place, channel, values, start):
+        if place >= 0:
+            if reduction == "atomic":
+                T.atomic_addx4(DKV[0, 0, place + channel], values[start])
+            else:
+                DKV[b, place, T.Ramp(channel + channel_of_thread(), 1, run)] = values[T.Ramp(start, 1, run)]
 
     @T.macro
     def scatter(DKV, b, even, odd, piece, mine, first, second, column):
         # Two neighbouring keys lie four lanes apart. Their lanes swap halves, so that eight lanes write one line of 128
         # bytes at once, of the even key first and then of the odd one: by half lines it takes a fifth longer.
-        for k, g, c in T.Parallel(KEYS_PER_BLOCK, PIECE // (2 * columns_of_group), 4):
+        # All swaps come before the first addition: they go through the same queue, and would wait behind it. What is
+        # stored is swapped a pair at a time, since registers do not suffice for all.
+        for k, g, c in T.Parallel(KEYS_PER_BLOCK, groups, 4):
             for t in T.unroll(2 * columns_of_group // WGMMA_COLUMNS):
                 for e in T.unroll(2):
                     mine[2 * t + e] = piece[k, 2 * g * columns_of_group + t * WGMMA_COLUMNS + 2 * c + e]
+            pair = k // 8 % 2
+            start = (pair * groups + g) * run if reduction == "atomic" else 0
             for j in T.unroll(run):
                 other = T.shfl_xor(T.if_then_else(k % 2 == 0, mine[run + j], mine[j]), LANES_OF_KEY)
-                first[j] = T.cast(T.if_then_else(k % 2 == 0, mine[j], other), dtype)
-                second[j] = T.cast(T.if_then_else(k % 2 == 0, other, mine[run + j]), dtype)
-            channel = column + (2 * g + k % 2) * columns_of_group + c * run
-            if even[k] >= 0:
-                write(DKV, b, even[k], channel, first)
-            if odd[k] >= 0:
-                write(DKV, b, odd[k], channel, second)
+                first[start + j] = T.cast(T.if_then_else(k % 2 == 0, mine[j], other), dtype)
+                second[start + j] = T.cast(T.if_then_else(k % 2 == 0, other, mine[run + j]), dtype)
+            if reduction == "store":
+                write(DKV, b, even[pair], column + 2 * g * columns_of_group, first, 0)
+                write(DKV, b, odd[pair], column + 2 * g * columns_of_group, second, 0)
+        if reduction == "atomic":
+            for pair in T.unroll(2):
+                for g in T.unroll(groups):
+                    write(DKV, b, even[pair], column + 2 * g * columns_of_group, first, (pair * groups + g) * run)
+                for g in T.unroll(groups):
+                    write(DKV, b, odd[pair], column + 2 * g * columns_of_group, second, (pair * groups + g) * run)
 
     @T.macro
-    def copy_targets(targets, stage, even, odd):
-        for k in T.Parallel(KEYS_PER_BLOCK):
-            even[k] = targets[stage, k - k % 2]
-            odd[k] = targets[stage, k - k % 2 + 1]
+    def copy_targets(DKV, b, targets, stage, even, odd):
+        key = T.get_thread_binding() // 32 % 4 * 16 + T.get_thread_binding() % 32 // 8 * 2
+        for pair in T.unroll(2):
+            even[pair] = place(DKV, b, targets[stage, key + 8 * pair])
+            odd[pair] = place(DKV, b, targets[stage, key + 8 * pair + 1])
 
     return scatter, copy_targets
