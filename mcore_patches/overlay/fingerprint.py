@@ -31,6 +31,9 @@ MAX_WHEEL_BYTES = 32 << 20
 MAX_MEMBER_BYTES = 16 << 20
 MAX_TOTAL_BYTES = 256 << 20
 MAX_MEMBERS = 20_000
+# How many texts are remembered with what was found in them. All patches together read about 25 files of a release, one
+# after the other at each status(): where fewer are kept, every one of them is parsed anew each time.
+TEXTS = 64
 # Of a member that is read as text; parsing takes some hundred times as much memory. The largest so far has 245 kB.
 MAX_TEXT_BYTES = 2 << 20
 
@@ -156,7 +159,13 @@ def _not_utf8(error: UnicodeDecodeError) -> str:
 
 
 def _decoded(data: bytes) -> str:
-    return _normalised(data.decode("utf-8"))
+    return _shared(_normalised(data.decode("utf-8")))
+
+
+@functools.lru_cache(maxsize=TEXTS)
+def _shared(text: str) -> str:
+    """One object for equal texts: caches by text then hold each text once, hash it once and compare by identity."""
+    return text
 
 
 def _normalised(text: str) -> str:
@@ -182,17 +191,20 @@ def _segment(text: str, qualname: str, path: str) -> tuple[str, int, int] | None
     if not isinstance(qualname, str) or not all(part.isidentifier() for part in qualname.split(".")):
         raise ValueError(f"qualname={qualname!r}: allowed are names such as 'f', 'Class.method' or 'CONSTANT'")
     text = _normalised(text)
-    span = _definitions(text, path).get(qualname)
+    try:
+        span = _definitions(text).get(qualname)
+    except SourceError as error:
+        raise SourceError(path, error.reason) from None
     if span is None:
         return None
     # Not splitlines(): Python's own line count knows no other separator than LF.
     return "\n".join(text.split("\n")[span[0] - 1 : span[1]]), *span
 
 
-@functools.lru_cache(maxsize=16)
-def _definitions(text: str, path: str) -> Mapping[str, tuple[int, int]]:
+@functools.lru_cache(maxsize=TEXTS)
+def _definitions(text: str) -> Mapping[str, tuple[int, int]]:
     """Qualified name -> (first line, last line) of every definition that `source_segment` knows."""
-    tree = parse_source(text, path)
+    tree = parse_source(text, "<source>")
     defined: dict[str, tuple[int, int]] = {}
     assigned: dict[str, tuple[int, int]] = {}
     _collect(tree.body, "", text.split("\n"), defined, assigned)
@@ -272,7 +284,7 @@ class Wheel:
         text = _member_text(self.path, self._archive, member)
         if member.endswith(".py"):
             try:
-                _definitions(text, member)
+                _definitions(text)
             except SourceError as error:
                 raise WheelError(self.path, f"member {member!r} is {error.reason}", "source that parses") from None
         return text

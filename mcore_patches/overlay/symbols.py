@@ -141,7 +141,7 @@ class _Facts:
         return live in self.codes or any(run_alike(live, code) for code in self.codes)
 
 
-@functools.lru_cache(maxsize=64)
+@functools.lru_cache(maxsize=1024)  # of a class, each of its methods has some
 def _facts(text: str, file: str, qualname: str) -> _Facts:
     codes = []
     pending = [_compiled(text, file)]

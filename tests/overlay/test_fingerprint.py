@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import ast
 import hashlib
 import importlib.util
 import inspect
@@ -15,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+import mcore_patches
 from mcore_patches.overlay import fingerprint
 from mcore_patches.overlay.fingerprint import (
     SourceError,
@@ -27,6 +29,7 @@ from mcore_patches.overlay.fingerprint import (
     read_wheel,
     source_segment,
 )
+from tests.overlay.isolation import call
 
 
 def sha(text: str) -> str:
@@ -363,14 +366,14 @@ for name, folder in (("mcore_patches", "mcore_patches"), ("mcore_patches.overlay
     sys.modules[name] = types.ModuleType(name)
     sys.modules[name].__path__ = [root + "/" + folder]
 from mcore_patches.overlay import fingerprint
-digests = [{n: fingerprint.fingerprint_source(t, n) for n in fingerprint._definitions(t, "x")} for t in texts]
+digests = [{n: fingerprint.fingerprint_source(t, n) for n in fingerprint._definitions(t)} for t in texts]
 print(json.dumps([[list(sys.version_info[:2]), fingerprint.__file__], digests]))
 """
     root = str(Path(fingerprint.__file__).parents[2])
     (version, file), there = fresh_python(code, python=python, text=json.dumps([root, texts]))
     assert (tuple(version) == sys.version_info[:2]) == (python == sys.executable)
     assert Path(file) == Path(fingerprint.__file__)
-    here = [{name: fingerprint_source(text, name) for name in fingerprint._definitions(text, "x")} for text in texts]
+    here = [{name: fingerprint_source(text, name) for name in fingerprint._definitions(text)} for text in texts]
     assert [len(names) >= 17 for names in here] == [True, True, True]
     assert None not in [digest for names in here for digest in names.values()]
     assert there == here
@@ -617,3 +620,17 @@ def test_importing_it_imports_little(fresh_python):
     modules = fresh_python("import json, sys, mcore_patches.overlay.fingerprint; print(json.dumps(list(sys.modules)))")
     assert "mcore_patches.overlay.fingerprint" in modules
     assert {"torch", "megatron", "packaging", "wrapt", "importlib.metadata", "zipfile", "email"}.isdisjoint(modules)
+
+
+def test_a_second_status_of_all_patches_parses_no_text_again():
+    call(f"{__name__}:status_twice", {}, "before-0.19.2")
+
+
+def status_twice():
+    mcore_patches.status()
+    parsed = []
+    parse = ast.parse
+    ast.parse = lambda text, *args, **options: parsed.append(text) or parse(text, *args, **options)
+    mcore_patches.status()
+    # The numbers of the release are read each time; that file is small.
+    assert [text.splitlines()[:3] for text in parsed if "MAJOR" not in text] == []
