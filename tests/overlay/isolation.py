@@ -14,6 +14,10 @@ tested with one.
 
 Fixtures are evaluated by pytest as usual; their values travel by pickle. Asserts work as usual; when one fails, the
 child's traceback is the failure's message.
+
+Between the zygote and the children of one test module is a process that has imported that module, as its children
+would each have to. Nothing else happens in either: arguments are unpickled in the child, for that may import anything,
+and a process that has megatron in `sys.modules` forks no child, for a child would not see the megatron that it writes.
 """
 
 from __future__ import annotations
@@ -37,7 +41,8 @@ from typing import Any
 from tests import releases
 
 ROOT = Path(__file__).resolve().parents[2]
-TIMEOUT_SECONDS = 300
+TIMEOUT_SECONDS = 900
+"""Only for a child that hangs: on a machine that does other work the longest take a multiple of their time."""
 
 
 class ChildFailed(AssertionError):
@@ -62,7 +67,8 @@ def call(
     name: str, arguments: dict[str, Any], preload: str = "plain", environment: dict[str, str] | None = None
 ) -> Any:
     """Call "module:function" in a child and return its result. The body of an `isolated` test stands for the test."""
-    ok, value = zygote(preload).ask((name, arguments, environment or {}))
+    family, _, release = preload.partition("-")
+    ok, value = zygote(family).ask((name, pickle.dumps(arguments), environment or {}, release))
     if not ok:
         raise ChildFailed(f"in a process of its own:\n{value}")
     return value
@@ -113,12 +119,54 @@ def serve(preload: str) -> None:
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)  # what tests print must not mix with the answers
     _preload(preload)
+    parent: _ModuleProcess | None = None
     while True:
         try:
             request = _receive(requests)
         except EOFError:
             return
-        _send(answers, _in_child(request))
+        *request, release = request
+        serves = request[0].partition(":")[0], release
+        if parent is None or parent.serves != serves:
+            if parent is not None:
+                parent.close()
+            parent = _ModuleProcess(*serves)
+        _send(answers, parent.ask(request))
+
+
+class _ModuleProcess:
+    """A fork of the zygote that has imported a test module and forks the children of its tests, for one release."""
+
+    def __init__(self, module: str, release: str) -> None:
+        self.serves = module, release
+        requests, self._requests = os.pipe()
+        self._answers, answers = os.pipe()
+        self._pid = os.fork()
+        if self._pid == 0:
+            os.close(self._requests)
+            os.close(self._answers)
+            if release:
+                sys.path.insert(0, str(releases.path(release)))
+            with contextlib.suppress(Exception):  # each child imports it again, and its failure tells why that fails
+                importlib.import_module(module)
+            with contextlib.suppress(EOFError):
+                while True:
+                    _send(answers, _in_child(_receive(requests)))
+            os._exit(0)
+        os.close(requests)
+        os.close(answers)
+
+    def ask(self, request: Any) -> Any:
+        try:
+            _send(self._requests, request)
+            return _receive(self._answers)
+        except (BrokenPipeError, EOFError):
+            return False, f"the process that imports {self.serves[0]} ended without an answer"
+
+    def close(self) -> None:
+        os.close(self._requests)
+        os.close(self._answers)
+        os.waitpid(self._pid, 0)
 
 
 def _rewrite_assertions() -> None:
@@ -133,7 +181,8 @@ def _preload(preload: str) -> None:
     """Make the imports of a family of tests.
 
     plain: the overlay. torch: torch and what our ops import too. before-VERSION: all that the targets of the patches
-    bring in, in that release, but nothing of megatron itself, which takes half a second then.
+    bring in, in the newest release, but nothing of megatron itself, which takes half a second then; one process serves
+    all releases, and a child has that VERSION in front of its path.
     """
     _rewrite_assertions()
     for module in ("pytest", "wrapt", "packaging.version", "importlib.metadata", "mcore_patches.overlay.engine"):
@@ -145,9 +194,8 @@ def _preload(preload: str) -> None:
     warnings.simplefilter("ignore")
     for module in ("torch", "hypothesis", "mcore_patches.ops.sparse_mla"):
         importlib.import_module(module)
-    if preload.startswith("before-"):
-        sys.path.insert(0, str(releases.path(preload.removeprefix("before-"))))
-        ok, names = _in_child((f"{__name__}:third_party_modules", {}, {}))
+    if preload == "before":
+        ok, names = _in_child((f"{__name__}:third_party_modules", pickle.dumps({"release": releases.RELEASES[-1]}), {}))
         if not ok:
             raise RuntimeError(names)
         for name in names:
@@ -165,8 +213,9 @@ def import_targets() -> None:
                 importlib.import_module(name)
 
 
-def third_party_modules() -> list[str]:
-    """What an import of all targets brings in beside megatron and the overlay."""
+def third_party_modules(release: str) -> list[str]:
+    """What an import of all targets of a release brings in beside megatron and the overlay."""
+    sys.path.insert(0, str(releases.path(release)))
     before = set(sys.modules)
     import_targets()
     ours = ("megatron", "mcore_patches", "tests")
@@ -174,6 +223,10 @@ def third_party_modules() -> list[str]:
 
 
 def _in_child(request: Any) -> Any:
+    if loaded := {
+        name: getattr(module, "__file__", None) for name, module in sys.modules.items() if _is_megatron(name)
+    }:
+        return False, f"the process that was to be forked for {request[0]} has imported megatron already: {loaded}"
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -202,11 +255,15 @@ def _in_child(request: Any) -> Any:
         os.waitpid(pid, 0)
 
 
-def _run(name: str, arguments: dict[str, Any], environment: dict[str, str]) -> Any:
+def _is_megatron(name: str) -> bool:
+    return name.partition(".")[0] == "megatron"
+
+
+def _run(name: str, arguments: bytes, environment: dict[str, str]) -> Any:
     os.environ.update(environment)
     module_name, _, qualname = name.partition(":")
     function = getattr(importlib.import_module(module_name), qualname)
-    return getattr(function, "body", function)(**arguments)
+    return getattr(function, "body", function)(**pickle.loads(arguments))
 
 
 def _told(error: BaseException) -> str:

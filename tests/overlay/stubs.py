@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from mcore_patches.overlay.engine import Engine
@@ -58,6 +59,16 @@ class Tree:
 
     def text(self, module: str) -> str:
         return self.path(module).read_text()
+
+    def imported(self, module: str) -> ModuleType:
+        """Import a module of the tree. An AssertionError says what was imported if that is of another megatron."""
+        found = importlib.import_module(module)
+        assert found.__file__ == str(self.path(module)), (
+            f"{module} was imported from {found.__file__}, not from {self.path(module)}, which "
+            f"{'is there' if self.path(module).is_file() else 'is gone'}; "
+            f"megatron.core is {sys.modules['megatron.core'].__file__}, sys.path is {sys.path}"
+        )
+        return found
 
     def use(self) -> Tree:
         sys.path.insert(0, str(self.root))

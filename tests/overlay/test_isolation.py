@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 
@@ -9,8 +10,10 @@ import pytest
 
 from tests import releases
 from tests.overlay.isolation import ChildFailed, call, isolated
+from tests.overlay.stubs import Tree
 
 HERE = f"{__name__}:"
+INFO = "megatron.core.package_info"
 
 
 def fails_an_assertion(number):
@@ -29,6 +32,29 @@ def leaves_a_mark():
     before = hasattr(sys, "marked_by_a_test")
     sys.marked_by_a_test = True
     return before
+
+
+class Imports:
+    """An argument that imports a module where it is unpickled."""
+
+    def __init__(self, module):
+        self.module = module
+
+    def __reduce__(self):
+        return importlib.import_module, (self.module,)
+
+
+def is_loaded(module, argument=None):
+    return module in sys.modules
+
+
+def imported_file(root):
+    return Tree(root).use().imported(INFO).__file__
+
+
+def import_of_a_second_tree(first, second):
+    Tree(first).use().imported(INFO)
+    Tree(second).use().imported(INFO)
 
 
 def what_is_loaded():
@@ -60,6 +86,26 @@ def test_a_child_starts_clean(monkeypatch):
     loaded, switches = call(HERE + "what_is_loaded", {})
     assert loaded == []
     assert switches <= {releases.FOLDER_VARIABLE}
+
+
+def test_what_an_argument_imports_is_not_there_for_the_next_child():
+    module = "xml.dom.pulldom"
+    assert not call(HERE + "is_loaded", {"module": module})
+    assert call(HERE + "is_loaded", {"module": module, "argument": Imports(module)})
+    assert not call(HERE + "is_loaded", {"module": module})
+
+
+def test_no_child_is_forked_where_megatron_is_loaded():
+    """A test module that imports megatron: its tests would read that one in place of what they write."""
+    with pytest.raises(ChildFailed, match=r"(?s)has imported megatron already: .*package_info\.py"):
+        call("tests.overlay.imports_megatron:anything", {})
+    assert call(HERE + "is_loaded", {"module": "megatron"}) is False
+
+
+def test_a_tree_that_is_not_what_is_imported_is_a_failure(tmp_path):
+    assert call(HERE + "imported_file", {"root": tmp_path}) == str(tmp_path / "megatron" / "core" / "package_info.py")
+    with pytest.raises(ChildFailed, match=r"package_info was imported from \S*first\S*, not from \S*second"):
+        call(HERE + "import_of_a_second_tree", {"first": tmp_path / "first", "second": tmp_path / "second"})
 
 
 @isolated(MCORE_PATCHES="off")

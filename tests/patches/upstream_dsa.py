@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from pathlib import Path
 from types import ModuleType
 
@@ -61,8 +60,7 @@ def dsa_module(
         tree.write(f"{EAV}.{name}", "")
     for name in KERNELS:
         tree.write(name, (kernels or {}).get(name) or upstream_text(module=name))
-    tree.write(DSA, upstream_text() if text is None else text).use()
-    return importlib.import_module(DSA)
+    return tree.write(DSA, upstream_text() if text is None else text).use().imported(DSA)
 
 
 class RecordingKernel:
