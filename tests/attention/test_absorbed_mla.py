@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from mcore_patches.cpu.launch import run
 from tests import releases
+from tests.launching import run
 
 OLD = tuple(release for release in releases.RELEASES if not releases.at_least(release, "0.19.0"))
 VARIANTS = {
@@ -25,7 +25,7 @@ VARIANTS = {
 
 def _cases(function: str, release: str, nprocs: int) -> dict[str, object]:
     target = f"tests.attention.absorbed_cases:{function}"
-    first, *others = run(target, nprocs=nprocs, release=releases.path(release))
+    first, *others = run(target, nprocs=nprocs, release=release)
     assert all(other.keys() == first.keys() for other in others)
     return first
 

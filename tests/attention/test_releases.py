@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from mcore_patches.cpu.launch import run
 from tests import releases
 from tests.attention import snapshot
+from tests.launching import run
 
 OLDEST, NEWEST = releases.RELEASES[0], releases.RELEASES[-1]
 # Several processes on two cores take up to a minute a release: make test-thorough runs the releases between.
@@ -18,7 +18,7 @@ OLDEST_AND_NEWEST = pytest.mark.parametrize(
 
 def _cases(function: str, release: str, nprocs: int, *args: object) -> dict[str, object]:
     """Run the cases of one function on every rank; their names and what they measured, on rank 0."""
-    first, *others = run(f"tests.attention.cases:{function}", nprocs=nprocs, release=releases.path(release), args=args)
+    first, *others = run(f"tests.attention.cases:{function}", nprocs=nprocs, release=release, args=args)
     assert all(other.keys() == first.keys() for other in others)
     return first
 

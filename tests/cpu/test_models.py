@@ -5,8 +5,8 @@ from itertools import pairwise
 
 import pytest
 
-from mcore_patches.cpu.launch import run
 from tests import releases
+from tests.launching import run
 
 CASES = "tests.cpu.cases"
 KINDS = ("gqa", "gqa-normed", "mla", "mla-normed", "dsa", "dsa-normed")
@@ -29,7 +29,7 @@ def assert_same(name, difference, *, indexer=1.0, parameters=None):
 @pytest.mark.parametrize("version", releases.RELEASES)
 def test_one_process(version, subtests):
     """Plain steps train; the schedule over two microbatches, with and without recomputation, equals their mean."""
-    (cases,) = run(f"{CASES}:one_process", release=releases.path(version))
+    (cases,) = run(f"{CASES}:one_process", release=version)
     # Before 0.19 the schedules do not scale the indexer's loss by the number of microbatches.
     indexer = 1.0 if version in NEW else 2.0
     for kind in ("gqa", "mla", "dsa"):
@@ -50,7 +50,7 @@ def test_one_process(version, subtests):
 @pytest.mark.parametrize("version", releases.RELEASES)
 def test_two_ranks(version, tmp_path, subtests):
     """DP2, TP2 with sequence parallelism and PP2 equal one process; checkpoints move between layouts."""
-    first, second = run(f"{CASES}:two_ranks", nprocs=2, release=releases.path(version), args=(str(tmp_path),))
+    first, second = run(f"{CASES}:two_ranks", nprocs=2, release=version, args=(str(tmp_path),))
     for rank, cases in enumerate((first, second)):
         assert cases["dp"] == 2
         assert cases["pp2 schedule"] == "forward_backward_pipelining_without_interleaving"
@@ -76,7 +76,7 @@ def test_two_ranks(version, tmp_path, subtests):
 
 def test_context_parallel(subtests):
     """CP2 and TP2 x CP2, batched and packed, equal one process on 0.19.2, but for the indexer's scale."""
-    for rank, cases in enumerate(run(f"{CASES}:context_parallel", nprocs=4, release=releases.path("0.19.2"))):
+    for rank, cases in enumerate(run(f"{CASES}:context_parallel", nprocs=4, release="0.19.2")):
         for layout in ("cp2", "tp2 cp2", "tp2 cp2 recompute"):
             for form in ("bshd", "thd"):
                 with subtests.test(f"rank {rank} {layout} {form}"):
@@ -115,14 +115,14 @@ def test_what_newer_releases_have(version, subtests):
     checks = {"hybrid_models": assert_hybrid_equals_gpt}
     if version in NEW:
         checks |= {"packed_and_selective": assert_packed_documents_are_apart, "absorbed": assert_fused_kernel_is_asked}
-    (cases,) = run(f"{CASES}:several", release=releases.path(version), args=tuple(checks))
+    (cases,) = run(f"{CASES}:several", release=version, args=tuple(checks))
     for name, check in checks.items():
         with subtests.test(name):
             check(cases[name])
 
 
 def test_what_older_releases_lack():
-    (cases,) = run(f"{CASES}:release_refusals", release=releases.path("0.17.1"))
+    (cases,) = run(f"{CASES}:release_refusals", release="0.17.1")
     assert cases["kernel backend"] == (
         "ValueError: kernel_backend='tilelang': this megatron-core release has no dsa_kernel_backend"
     )
@@ -153,7 +153,7 @@ REFUSALS = {
 
 
 def test_bad_input_and_shards(subtests):
-    (cases,) = run(f"{CASES}:several", release=releases.path("0.19.2"), args=("refusals", "shards"))
+    (cases,) = run(f"{CASES}:several", release="0.19.2", args=("refusals", "shards"))
     with subtests.test("bad input"):
         assert cases["refusals"] == REFUSALS
     with subtests.test("shards"):

@@ -2,8 +2,9 @@
 
 import pytest
 
-from mcore_patches.cpu.launch import run
+from mcore_patches.cpu import launch
 from tests import releases
+from tests.launching import run
 
 CASES = "tests.cpu.shim_cases"
 
@@ -36,7 +37,7 @@ def expected_stand_ins(version):
 
 @pytest.mark.parametrize("version", releases.RELEASES)
 def test_life_cycle(version):
-    (cases,) = run(f"{CASES}:life_cycle", release=releases.path(version))
+    (cases,) = run(f"{CASES}:life_cycle", release=version)
     assert cases["megatron imported"] is False
     assert {f"{owner}.{name}" for owner, name, _ in cases["rebindings"]} == expected_rebindings(version)
     assert all(len(reason) > 20 for *_, reason in cases["rebindings"])
@@ -54,7 +55,7 @@ def test_life_cycle(version):
 
 
 def test_behaviour():
-    (cases,) = run(f"{CASES}:behaviour")
+    (cases,) = launch.run(f"{CASES}:behaviour")
     assert "hide them with CUDA_VISIBLE_DEVICES='', or pass allow_cuda=True" in cases["cuda"]
     assert cases["off after cuda"] is False
     assert cases["off twice"] == "the CPU shim is off: enable() it first"

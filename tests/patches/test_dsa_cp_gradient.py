@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 import mcore_patches
-from mcore_patches.cpu.launch import run
 from mcore_patches.overlay.patch import State
 from tests import releases
+from tests.launching import run
 from tests.overlay.isolation import isolated
 from tests.patches.edited_release import state_in
 
@@ -26,7 +26,7 @@ FORMS = ("mean", "sum and count", "sparse loss", "sparse loss, packed", "per tok
 
 @pytest.mark.parametrize("release", NEWEST_FIRST)
 def test_two_context_parallel_ranks_equal_one_process(release: str) -> None:
-    for cases in run("tests.patches.dsa_cases:cp_gradient", nprocs=2, release=releases.path(release)):
+    for cases in run("tests.patches.dsa_cases:cp_gradient", nprocs=2, release=release):
         assert list(cases) == [f"{form}, {how}" for how in ("released", "patched") for form in FORMS]
         for name, found in cases.items():
             faulty = name.endswith("released") and not name.startswith("per token")

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 import mcore_patches
-from mcore_patches.cpu.launch import run
 from mcore_patches.overlay.errors import DeclinedError
 from mcore_patches.overlay.patch import State
 from tests import releases
+from tests.launching import run
 from tests.overlay.isolation import isolated
 from tests.overlay.stubs import Records
 from tests.patches.edited_release import state_in
@@ -28,7 +28,7 @@ NEWEST_FIRST = [pytest.param("0.19.2"), pytest.param("0.19.0", marks=pytest.mark
 @pytest.mark.parametrize("release", NEWEST_FIRST)
 def test_a_model_on_declining_hooks(release: str) -> None:
     """Two layers: the indexer is not importable, and the attention is 512 wide."""
-    (cases,) = run("tests.patches.dsa_cases:declines", release=releases.path(release))
+    (cases,) = run("tests.patches.dsa_cases:declines", release=release)
     assert cases["same"]
     indexer = "TileLang's indexer is not importable here (is tilelang installed?)"
     attention = "the installed kernel takes width 576, not 512; sparse_mla_nope pads"

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 import mcore_patches
-from mcore_patches.cpu.launch import run
 from mcore_patches.overlay.counters import Counters
 from mcore_patches.overlay.patch import Below, State
 from mcore_patches.patches import dsa_shared_topk
 from tests import releases
+from tests.launching import run
 from tests.overlay.isolation import isolated
 from tests.patches.edited_release import state_in
 
@@ -28,7 +28,7 @@ TOLERANCE = 1e-5
 @pytest.mark.parametrize("release", NEWEST_FIRST)
 def test_passes_under_way_at_once_equal_one_after_the_other(release: str) -> None:
     """Forward, forward, backward, backward in one process, and four microbatches on a pipeline of two stages."""
-    for cases in run("tests.patches.dsa_cases:shared_topk", nprocs=2, release=releases.path(release)):
+    for cases in run("tests.patches.dsa_cases:shared_topk", nprocs=2, release=release):
         assert len(cases) == 24
         for name, found in cases.items():
             form, *_, how = name.split(", ")
