@@ -15,6 +15,8 @@ TILELANG ?=
 # One thread a process: the tests run several processes, and megatron's CPU models are tiny.
 export OMP_NUM_THREADS := 1
 export TOKENIZERS_PARALLELISM := false
+# Hundreds of processes import the same files; each would compile them anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help setup releases demo test test-kernels test-thorough lint format typecheck check dist clean
 
@@ -53,12 +55,13 @@ test: setup
 	$(PY) -m pytest -n $(WORKERS) --dist loadgroup --ignore-glob='*/ops/test_compile_*.py' -m 'not thorough' $(ARGS)
 
 test-thorough: setup
-	$(PY) -m pytest -m thorough $(ARGS)
+	$(PY) -m pytest -n $(WORKERS) --dist loadgroup -m thorough $(ARGS)
 
-# Some of these files compile in two processes at a time. TILELANG=0.1.12 takes that release instead of the installed one.
+# The tests of a file in an xdist_group share two processes that compile; those of other files compile in their own.
+# TILELANG=0.1.12 takes that release instead of the installed one.
 test-kernels: $(READY) $(if $(TILELANG),.releases/tilelang-$(TILELANG)/.ready)
 	@command -v nvcc > /dev/null || { echo "make test-kernels needs nvcc of the CUDA toolkit (12.8 or newer) on PATH" >&2; exit 1; }
-	$(if $(TILELANG),PYTHONPATH=.releases/tilelang-$(TILELANG)) $(PY) -m pytest tests/ops/test_compile_*.py $(ARGS)
+	$(if $(TILELANG),PYTHONPATH=.releases/tilelang-$(TILELANG)) $(PY) -m pytest -n $(WORKERS) --dist loadgroup tests/ops/test_compile_*.py $(ARGS)
 
 # With the tvm-ffi that it asks for; what else it needs is installed.
 .releases/tilelang-%/.ready: | $(READY)
