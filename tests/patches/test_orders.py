@@ -5,7 +5,8 @@ at the end of a path has exactly that history and no two paths share one, while 
 `status()` is read after each step, which must change nothing: that puts it into every place of every order.
 
 The patches for one release go through its tree together, as an import of megatron is the most of a step; every one of
-them is checked after every step. By itself each patch goes through one order from before and one from after the import.
+them is checked after every step. By itself each patch goes through one order from before and one from after the import;
+`make test-thorough` takes it through all.
 """
 
 from __future__ import annotations
@@ -37,6 +38,9 @@ from tests.overlay.isolation import call
 OPERATIONS = Counter(import_=1, apply=2, revert=2)
 ORDERS = 30
 """5! / 2! / 2!: how many orders there are, status() aside."""
+
+WALKED = ("0.18.2", "0.19.2")
+"""The releases that are the newest one for some patch."""
 
 PATCHES = {
     entry.id: entry.patch for entry in Registry.discover("mcore_patches.patches").entries.values() if entry.patch
@@ -249,10 +253,20 @@ def _in_a_fork(walk: Walk, operation: str, left: Counter) -> tuple[list[list[str
     return pickle.loads(data) if data else ([], [f"{' '.join([*walk.steps, operation])}: the process died"])
 
 
-@pytest.mark.parametrize("release", releases.RELEASES)
+@pytest.mark.parametrize("release", WALKED)
 def test_every_order(release: str) -> None:
-    if not (patch_ids := patches_of(release)):
-        pytest.skip(f"no patch has {release} for its newest release")
+    go_through_every_order(patches_of(release), release)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("patch_id", PATCHES)
+def test_every_order_of_a_patch_by_itself(patch_id: str) -> None:
+    (release,) = (r for r in WALKED if patch_id in patches_of(r))
+    go_through_every_order([patch_id], release)
+
+
+def go_through_every_order(patch_ids: list[str], release: str) -> None:
+    assert patch_ids
     done, failures = call(f"{__name__}:walk_all_orders", {"patch_ids": patch_ids}, f"before-{release}")
     assert not failures, "\n".join(failures)
     assert len({tuple(order) for order in done}) == ORDERS == len(done)
@@ -261,7 +275,7 @@ def test_every_order(release: str) -> None:
 @pytest.mark.parametrize("first", ["import_", "apply"])
 @pytest.mark.parametrize("patch_id", PATCHES)
 def test_a_patch_by_itself(patch_id: str, first: str) -> None:
-    (release,) = (r for r in releases.RELEASES if patch_id in patches_of(r))
+    (release,) = (r for r in WALKED if patch_id in patches_of(r))
     operations = {"import_": ["import_", "apply", "revert"], "apply": ["apply", "import_", "revert"]}[first]
     call(f"{__name__}:walk", {"patch_ids": [patch_id], "operations": operations}, f"before-{release}")
 
@@ -270,7 +284,7 @@ def test_every_registered_patch_is_covered() -> None:
     """Whatever the registry finds in the package of patches is a case of the tests above, also in future."""
     registered = {entry.id for entry in Registry.discover("mcore_patches.patches").entries.values() if entry.builtin}
     assert registered
-    walked = [patch_id for release in releases.RELEASES for patch_id in patches_of(release)]
+    walked = [patch_id for release in WALKED for patch_id in patches_of(release)]
     assert len(walked) == len(set(walked))
     assert set(walked) == set(PATCHES) >= registered, "those that are missing would be applied on no release"
 
