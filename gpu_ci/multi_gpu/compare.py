@@ -71,6 +71,8 @@ def compare(reference: Training, got: Training) -> Comparison:
             result.faults.append(f"gradients of {alone} on one side only")
     if len(got.indexer) != len(reference.indexer):
         result.faults.append(f"{len(got.indexer)} indexers' losses in place of {len(reference.indexer)}")
+    if not reference.indexer:  # every case trains indexers: nothing would be compared
+        result.faults.append("no indexer's loss was recorded")
     if result.faults:
         return result
     errors = [relative(a, b) for a, b in zip(reference.losses, got.losses)]

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import re
 import sys
@@ -43,7 +44,9 @@ MOST_EMPTY = 2
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = _options(argv)
-    gpus = options.gpus or _visible_gpus(options.device)
+    gpus = _ranks(options.device, options.gpus)
+    if options.out:  # what cannot be written should not show after all has run
+        Path(options.out).mkdir(parents=True, exist_ok=True)
     deadline = time.monotonic() + options.seconds
     records: list[dict[str, Any]] = []
     lock = threading.Lock()
@@ -172,15 +175,18 @@ def write(folder: Path, records: list[dict[str, Any]]) -> None:
     (folder / "records.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
 
 
-def _visible_gpus(device: str) -> int:
+def _ranks(device: str, wanted: int | None) -> int:
+    """How many ranks to run on; NCCL refuses two on one GPU, but only after every job has started."""
     if device == "cpu":
-        return 2
+        return wanted or 2
     import torch
 
     found = torch.cuda.device_count()
     if found == 0:
         raise SystemExit("no CUDA device: --device cpu runs the same with smaller models on gloo")
-    return max(n for n in (1, 2, 4, 8) if n <= found)
+    if wanted and wanted > found:
+        raise SystemExit(f"--gpus {wanted}: must be at most {found}, the GPUs that are visible here")
+    return wanted or max(n for n in (1, 2, 4, 8) if n <= found)
 
 
 def _options(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -202,7 +208,20 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     options = parser.parse_args(argv)
     if options.steps < 1:
         parser.error(f"--steps {options.steps}: must be at least 1")
-    options.tokens = options.tokens or TOKENS[options.device]
+    if options.tokens is None:
+        options.tokens = TOKENS[options.device]
+    if options.tokens < 2 or options.tokens % 2:
+        parser.error(f"--tokens {options.tokens}: must be even (a rank holds two chunks) and at least 2")
+    for name in ("seconds", "job_seconds"):
+        if not 0 < getattr(options, name) < math.inf:  # nor NaN
+            parser.error(f"--{name.replace('_', '-')} {getattr(options, name)}: must be finite and above 0")
+    try:
+        re.compile(options.only)
+    except re.error as error:
+        parser.error(f"--only {options.only}: must be a regular expression: {error}")
+    if options.save and options.device == "cpu":
+        # A host that has GPUs too would file them under the GPU's name.
+        parser.error("--save: must not be given with --device cpu, whose times say nothing")
     return options
 
 

@@ -69,8 +69,7 @@ def _case(case: Case, layout: Layout, device: torch.device, folder: Path, steps:
     faults = [*compared.faults, *verdict.route_faults(ranks, case.recompute != "none")]
     faults += verdict.disagreement([entry["norms"] for entry in ranks])
     faults += [f"rank {rank}: {why}" for rank, entry in enumerate(ranks) for why in entry["declined"]]
-    if len({entry["digest"] for entry in ranks}) > 1:
-        faults.append(f"report digests differ: {[entry['digest'] for entry in ranks]}")
+    faults += verdict.digest_faults([entry["digest"] for entry in ranks])
     if not trained.losses[-1] < trained.losses[0] and steps > 1:
         faults.append(f"the loss did not fall: {trained.losses[0]:.4f} to {trained.losses[-1]:.4f}")
     return {

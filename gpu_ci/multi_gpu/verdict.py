@@ -44,6 +44,11 @@ def disagreement(norms: list[dict[str, float]]) -> list[str]:
     return found
 
 
+def digest_faults(digests: list[str]) -> list[str]:
+    """What is wrong with the ranks' digests of their reports of patches."""
+    return [f"report digests differ: {digests}"] if len(set(digests)) > 1 else []
+
+
 def build_faults(ranks: list[dict[str, Any]]) -> list[str]:
     """What is wrong: of each rank "compiled", names of kernels that it compiled, "keys" of those that it then had, and
     "failed", reasons by key."""

@@ -60,8 +60,47 @@ def test_other_numbers_of_gpus_are_refused() -> None:
         plan.layouts(3)
     with pytest.raises(SystemExit):
         drive.main(["--gpus", "3"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--steps", "0"], "--steps 0: must be at least 1"),
+        (["--tokens", "0"], "--tokens 0: must be even"),
+        (["--tokens", "-2"], "--tokens -2: must be even"),
+        (["--tokens", "7"], "--tokens 7: must be even"),
+        (["--seconds", "nan"], "--seconds nan: must be finite and above 0"),
+        (["--job-seconds", "0"], "--job-seconds 0.0: must be finite and above 0"),
+        (["--only", "("], "--only (: must be a regular expression: missing )"),
+        (["--device", "cpu", "--save"], "--save: must not be given with --device cpu"),
+    ],
+)
+def test_bad_options_are_named(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        drive.main(["--steps", "0"])
+        drive.main(arguments)
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("found", "wanted", "ranks"),
+    [(2, None, 2), (3, None, 2), (8, 4, 4), (2, 4, "--gpus 4: must be at most 2"), (0, None, "no CUDA device")],
+)
+def test_ranks_have_a_gpu_each(
+    found: int, wanted: int | None, ranks: int | str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: found)
+    if isinstance(ranks, int):
+        assert drive._ranks("cuda", wanted) == ranks
+    else:
+        with pytest.raises(SystemExit, match=ranks):
+            drive._ranks("cuda", wanted)
+    assert drive._ranks("cpu", wanted) == (wanted or 2)
+
+
+def test_a_folder_that_cannot_be_written_shows_before_anything_runs(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError, match="file"):
+        drive.main(["--device", "cpu", "--only", "nothing", "--out", str(tmp_path / "file" / "out")])
 
 
 def test_every_layout_takes_every_form_and_recomputation() -> None:
@@ -133,6 +172,7 @@ def test_equal_trainings_have_no_faults() -> None:
         ({"losses": [4.0]}, "1 steps in place of 2"),
         ({"indexer": [0.5, 0.25 * (1 + 2 * compare.INDEXER)]}, "an indexer's loss: off"),
         ({"indexer": [0.5]}, "1 indexers' losses in place of 2"),
+        ({"indexer": []}, "0 indexers' losses in place of 2"),
         ({"gradients": {"a": training().gradients["a"]}}, "gradients of ['b.indexer.c'] on one side only"),
         (
             {"gradients": {n: g * 1.5 for n, g in training().gradients.items()}},
@@ -151,6 +191,10 @@ def test_equal_trainings_have_no_faults() -> None:
 )
 def test_what_is_beyond_its_tolerance_is_a_fault(changes: dict[str, Any], fault: str) -> None:
     assert any(found.startswith(fault) for found in compare.compare(training(), training(**changes)).faults)
+
+
+def test_trainings_without_an_indexer_s_loss_prove_nothing() -> None:
+    assert compare.compare(training(indexer=[]), training(indexer=[])).faults == ["no indexer's loss was recorded"]
 
 
 def test_differences_within_the_tolerances_are_none() -> None:
@@ -203,6 +247,11 @@ def test_gradients_among_ranks() -> None:
     assert verdict.disagreement([norms, dict(norms)]) == []
     assert verdict.disagreement([norms, norms | {"a": 1.001}]) == ["gradient of a differs between ranks by 1.00e-03"]
     assert verdict.disagreement([norms, {"a": 1.0}]) == ["gradient of b differs between ranks by inf"]
+
+
+def test_digests() -> None:
+    assert verdict.digest_faults(["a", "a"]) == []
+    assert verdict.digest_faults(["a", "b"]) == ["report digests differ: ['a', 'b']"]
 
 
 def test_builds() -> None:
