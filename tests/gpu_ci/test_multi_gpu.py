@@ -389,6 +389,13 @@ def test_two_ranks_equal_one(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 
 @pytest.mark.thorough
 def test_four_ranks_equal_one(capsys: pytest.CaptureFixture[str]) -> None:
-    only = "^TP2-SP-CP2-(qsa-thd-full|qsa-bshd-none)$|^layer"
+    only = "^TP2-SP-CP2-(qsa-thd-full|qsa-bshd-none|dsa-thd-none)$|^layer"
     status = drive.main(["--device", "cpu", "--gpus", "4", "--only", only, "--steps", "2", *PATIENT])
+    assert status == 0, capsys.readouterr().out
+
+
+@pytest.mark.thorough
+def test_other_layouts_of_two_ranks_equal_one(capsys: pytest.CaptureFixture[str]) -> None:
+    only = "^(CP2|PP2)-(qsa|dsa)-thd-none$"
+    status = drive.main(["--device", "cpu", "--gpus", "2", "--only", only, "--steps", "2", *PATIENT])
     assert status == 0, capsys.readouterr().out
