@@ -32,6 +32,10 @@ def build_validation(below: Below) -> Callable[..., None]:
 
 
 def build_variant_spec(below: Below) -> Callable[..., Any]:
+    from mcore_patches.attention.qsa.telemetry import count_in
+
+    count_in(below.counters)
+
     def get_experimental_attention_variant_module_spec(config: Any, backend: Any = None) -> Any:
         if config.experimental_attention_variant != VARIANT:
             return below.call(config, backend)

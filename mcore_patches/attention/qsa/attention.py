@@ -16,6 +16,7 @@ from mcore_patches.attention.common.finite import check_scores_finite
 from mcore_patches.attention.common.layout import TokenLayout, batch_layout, check_causal_mask, packed_layout
 from mcore_patches.attention.common.loss import AttachIndexerLoss, LossScale
 from mcore_patches.attention.common.passes import is_first_pass, is_recomputation
+from mcore_patches.attention.qsa import telemetry
 from mcore_patches.attention.qsa.config import blocks_per_query, trains_indexer, validate
 from mcore_patches.attention.qsa.freezing import check_frozen_before_checkpoint, check_stage
 from mcore_patches.attention.qsa.indexer import QSAIndexer
@@ -23,6 +24,9 @@ from mcore_patches.attention.qsa.loss import track_loss, training_loss
 from mcore_patches.attention.qsa.rope import Rotations, rotations
 from mcore_patches.attention.qsa.routes import LayerRoutes
 from mcore_patches.attention.qsa.support import Setup, refusal
+from mcore_patches.ops import block_topk as block_topk_op
+from mcore_patches.ops import indexer_kl as indexer_kl_op
+from mcore_patches.ops import sparse_gqa as sparse_gqa_op
 from mcore_patches.ops.block_topk import select_blocks
 from mcore_patches.ops.indexer_kl import indexer_kl
 from mcore_patches.ops.sparse_gqa import sparse_gqa
@@ -51,10 +55,10 @@ class BlockSparseCore(torch.nn.Module):
             keys, values = key, value
         else:
             keys, values = layout.gather(torch.cat((key, value), dim=1)).chunk(2, dim=1)
-        rows = layout.rows
-        out, lse = sparse_gqa(
-            query, keys, values, block_ids, rows.pos, rows.start, scale=self.scale, block_size=self.block_size
-        )
+        arguments = (query, keys, values, block_ids, layout.rows.pos, layout.rows.start)
+        settings: dict[str, Any] = {"scale": self.scale, "block_size": self.block_size}
+        backend = telemetry.count("sparse_gqa", query, *sparse_gqa_op.supports(*arguments, **settings))
+        out, lse = sparse_gqa(*arguments, **settings, backend=backend)
         return out, lse, keys
 
 
@@ -166,19 +170,15 @@ class QSASelfAttention(SelfAttention):
             output, bias = self.linear_proj(context)
 
         if learns:
-            kl_sum = indexer_kl(
-                q_idx,
-                k_blocks,
-                query.detach(),
-                keys.detach(),
-                lse,
-                block_ids,
-                *layout.rows,
-                scale=self.core_attention.scale,
-                ratio=self.indexer.ratio,
-                reduction="sum",
-                tp_group=self.pg_collection.tp,
-            )
+            arguments = (q_idx, k_blocks, query.detach(), keys.detach(), lse, block_ids, *layout.rows)
+            settings: dict[str, Any] = {
+                "scale": self.core_attention.scale,
+                "ratio": self.indexer.ratio,
+                "reduction": "sum",
+                "tp_group": self.pg_collection.tp,
+            }
+            backend = telemetry.count("indexer_kl", q_idx, *indexer_kl_op.supports(*arguments, **settings))
+            kl_sum = indexer_kl(*arguments, **settings, backend=backend)
             track_loss(kl_sum, layout.num_valid, self.config, self.global_layer_number, self.pg_collection.cp)
             loss = training_loss(kl_sum, layout.num_valid, self.config, self.pg_collection.cp.size())
             output = AttachIndexerLoss.apply(output, loss, loss_scale)
@@ -272,15 +272,13 @@ class QSASelfAttention(SelfAttention):
         """Block ids int32 [T, K]: given ones, else selected ones, which is a collective under tensor parallelism."""
         ids = self.routes.take_given(layout, self.indexer.ratio, self.global_layer_number)
         if ids is None:
-            ids = select_blocks(
-                q_idx.detach(),
-                k_blocks.detach(),
-                layout.rows.pos,
-                layout.rows.block_start,
-                ratio=self.indexer.ratio,
-                topk=max(1, min(blocks_per_query(self.config), layout.most_blocks)),
-                tp_group=self.pg_collection.tp,
-            )
+            arguments = (q_idx.detach(), k_blocks.detach(), layout.rows.pos, layout.rows.block_start)
+            settings: dict[str, Any] = {
+                "ratio": self.indexer.ratio,
+                "topk": max(1, min(blocks_per_query(self.config), layout.most_blocks)),
+            }
+            backend = telemetry.count("select_blocks", q_idx, *block_topk_op.supports(*arguments, **settings))
+            ids = select_blocks(*arguments, **settings, tp_group=self.pg_collection.tp, backend=backend)
         self.routes.note(ids, layout)
         return ids
 
