@@ -71,7 +71,7 @@ def test_plain_tiles_follow_from_the_architecture(arch: str, heads: int, channel
     [
         ({"arch": "sm_75", "shared_bytes": 64 * 1024}, "sm_75 has no bfloat16 matrix units"),
         ({"arch": "sm_89", "shared_bytes": 99 * 1024, "topk": 1025}, "101376 bytes of shared memory, too few for 1025"),
-        ({"arch": "sm_120a", "shared_bytes": 99 * 1024, "heads": 256, "channels": 256}, "too few for 256 heads of 256"),
+        ({"arch": "sm_120a", "shared_bytes": 99 * 1024, "heads": 512, "channels": 256}, "too few for 512 heads of 256"),
         ({"shared_bytes": 32 * 1024}, "32768 bytes of shared memory, too few for 512 blocks a row"),
         ({"dtype": torch.float32}, "must be bfloat16 or float16, got float32"),
         ({"channels": 96}, "64, 128, 256 channels, got 96"),
