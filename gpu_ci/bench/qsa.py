@@ -88,7 +88,7 @@ def milliseconds(run: Callable[[], Any], *, warm: bool = True) -> float:
 
 
 def measure(forward: Callable[[], Tensor], inputs: tuple[Tensor, ...], dout: Tensor) -> Timing:
-    """Forward and backward of an attention, each by itself; of what takes seconds, those of one pass after the first."""
+    """Forward and backward of an attention, each by itself; of what takes seconds, one pass after the first."""
     one_pass(forward, inputs, dout)  # compiles
     gc.collect()
     timing = one_pass(forward, inputs, dout)
