@@ -259,7 +259,22 @@ def _is_megatron(name: str) -> bool:
     return name.partition(".")[0] == "megatron"
 
 
+class FirstImport:
+    """Remembers who imported megatron.core first in a child, and where it was searched; it finds nothing itself."""
+
+    told = "nobody has imported megatron.core"
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
+        if name == "megatron.core" and self.told is FirstImport.told:
+            there = {place: os.path.isfile(os.path.join(place, "core", "__init__.py")) for place in path or ()}
+            self.told = f"megatron.core searched in {there} for\n{''.join(traceback.format_stack())}"
+
+
+FIRST_IMPORT = FirstImport()
+
+
 def _run(name: str, arguments: bytes, environment: dict[str, str]) -> Any:
+    sys.meta_path.insert(0, FIRST_IMPORT)  # type: ignore[arg-type]
     os.environ.update(environment)
     module_name, _, qualname = name.partition(":")
     function = getattr(importlib.import_module(module_name), qualname)
