@@ -20,7 +20,6 @@ from mcore_patches.overlay.fingerprint import combined_texts
 from mcore_patches.overlay.patch import Below, ConfigField, FieldsTarget, ModuleTarget, Patch, Target, Verdict, covers
 from mcore_patches.overlay.registry import Entry, Registry
 from mcore_patches.overlay.versions import Releases
-from tests.overlay.isolation import FIRST_IMPORT
 
 OPS = "megatron.core.ops"
 OPS_TEXT = '''\
@@ -67,7 +66,7 @@ class Tree:
         assert found.__file__ == str(self.path(module)), (
             f"{module} was imported from {found.__file__}, not from {self.path(module)}, which "
             f"{'is there' if self.path(module).is_file() else 'is gone'}; "
-            f"megatron.core is {sys.modules['megatron.core'].__file__}, sys.path is {sys.path}, {FIRST_IMPORT.told}"
+            f"megatron.core is {sys.modules['megatron.core'].__file__}, sys.path is {sys.path}"
         )
         return found
 

@@ -95,6 +95,14 @@ def test_what_an_argument_imports_is_not_there_for_the_next_child():
     assert not call(HERE + "is_loaded", {"module": module})
 
 
+def test_tensors_are_no_arguments():
+    """Megatron's import makes a function of its own pickle them, in the process that collects tests."""
+    import torch
+
+    with pytest.raises(TypeError, match="is_loaded must not be given a tensor"):
+        call(HERE + "is_loaded", {"module": "megatron", "argument": torch.tensor(0.5)})
+
+
 def test_no_child_is_forked_where_megatron_is_loaded():
     """A test module that imports megatron: its tests would read that one in place of what they write."""
     with pytest.raises(ChildFailed, match=r"(?s)has imported megatron already: .*package_info\.py"):
