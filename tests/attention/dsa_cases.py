@@ -139,6 +139,22 @@ def counted() -> Iterator[tuple[str, Any]]:
     assert after.keys() == ops
     assert {op: after[op] - before[op] for op in ops} == dict.fromkeys(ops, 2)
     yield "counters", after
+    yield "backends", list(obeyed())
+
+
+def obeyed() -> Iterator[str]:
+    """Every op is asked for the backend that strict mode wants, the kernels; a CPU has none, which the op says."""
+    from mcore_patches.attention.dsa import telemetry
+
+    count = telemetry.count
+    for asked in ("select_blocks", "sparse_mla", "indexer_kl"):
+        telemetry.count = lambda op, *_, asked=asked: "tilelang" if op == asked else "auto"
+        try:
+            with pytest.raises(ValueError, match=rf"{asked}: backend='tilelang' does not run these arguments"):
+                train(SPARSE, count=1)
+        finally:
+            telemetry.count = count
+        yield asked
 
 
 def outside_schedules(expected: Expected) -> Iterator[tuple[str, float]]:

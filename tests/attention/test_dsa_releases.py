@@ -44,7 +44,8 @@ def _cases(function: str, release: str, nprocs: int, *args: object) -> dict[str,
 def test_one_process(release: str, expected: dict[str, Any]) -> None:
     full = release == OLDEST
     cases = _cases("one_process", release, 1, expected, full)
-    assert {*(CASES if full else FEW), "THD, recompute full", "THD, recompute core", "refusals", "MTP"} <= set(cases)
+    others = {"THD, recompute full", "THD, recompute core", "refusals", "MTP", "backends"}
+    assert {*(CASES if full else FEW), *others} <= set(cases)
     assert ("hybrid, recompute full" in cases) == releases.at_least(release, "0.18.2")
 
 

@@ -236,20 +236,21 @@ class DSAttention(MegatronModule):
             "weights": index.weights.detach(),
             "relu": self.config.dsa_indexer_scoring_relu,
         }
-        telemetry.count("select_blocks", index.queries, *block_topk.supports(*arguments, **settings))
+        backend = telemetry.count("select_blocks", index.queries, *block_topk.supports(*arguments, **settings))
         # Every tensor-parallel rank has the same queries and keys: they share the rows.
-        return block_topk.select_blocks(*arguments, **settings, tp_group=self.pg_collection.tp)
+        return block_topk.select_blocks(*arguments, **settings, tp_group=self.pg_collection.tp, backend=backend)
 
     def _attend(self, rows: Tensor, keys: Tensor, ids: Tensor, layout: TokenLayout) -> tuple[Tensor, Tensor]:
         """Latents [T, n, L] and the log-sum-exp [T, n]."""
         places = torch.where(ids >= 0, ids + layout.rows.start[:, None], -1)
         arguments = rows.unsqueeze(0), keys.unsqueeze(0), places.unsqueeze(0)
-        telemetry.count("sparse_mla", rows, *sparse_mla.supports(*arguments, v_channels=self.latent))
+        backend = telemetry.count("sparse_mla", rows, *sparse_mla.supports(*arguments, v_channels=self.latent))
         out, lse = sparse_mla.sparse_mla(
             *arguments,
             scale=self.softmax_scale,
             v_channels=self.latent,
             deterministic=torch.are_deterministic_algorithms_enabled(),
+            backend=backend,
         )
         return out.squeeze(0), lse.squeeze(0)
 
@@ -283,8 +284,8 @@ class DSAttention(MegatronModule):
             "relu": config.dsa_indexer_scoring_relu,
             "tp_group": self.pg_collection.tp,
         }
-        telemetry.count("indexer_kl", rows, *indexer_kl.supports(*arguments, **settings))
-        kl_sum = indexer_kl.indexer_kl(*arguments, reduction="sum", **settings)
+        backend = telemetry.count("indexer_kl", rows, *indexer_kl.supports(*arguments, **settings))
+        kl_sum = indexer_kl.indexer_kl(*arguments, reduction="sum", **settings, backend=backend)
         coeff, per_token = config.dsa_indexer_loss_coeff, config.calculate_per_token_loss
         seen = coeff * kl_sum.detach()
         if not per_token:
