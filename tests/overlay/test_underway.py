@@ -307,7 +307,10 @@ def test_text_that_a_probe_decides_waits_for_the_import_in_the_other_thread(tmp_
 
 @isolated()
 def test_at_any_moment_of_an_import(tmp_path):
-    """Imports that fail at times, and calls in two other threads, as they happen to fall."""
+    """Imports that fail at times, and calls in two other threads, as they happen to fall.
+
+    All three threads wait first, so that on any machine some calls come before the import and some after it.
+    """
     sys.setswitchinterval(1e-5)
     rng = random.Random(0)
     text = f"import time\n{OPS_TEXT}\ntime.sleep(stubs_time)\n{OPS_TEXT}\nif next(stubs_fail):\n    raise OSError\n"
@@ -320,16 +323,20 @@ def test_at_any_moment_of_an_import(tmp_path):
         stubs.stubs_fail = iter([True] * rng.choice([0, 0, 1, 2]) + [False] * 9)
         engine = engine_for(patch("tenfold", target(tree)))
 
-        def import_it():
+        begin = threading.Barrier(3)
+        delays = [rng.random() * 1e-3 for _ in range(3)]
+
+        def import_it(begin=begin, delays=delays):
+            begin.wait(30)
+            time.sleep(delays.pop())
             while True:
                 try:
                     return importlib.import_module(OPS).f(1)
                 except OSError:
                     continue
 
-        delays = [rng.random() * 1e-3 for _ in range(2)]
-
-        def apply_it(engine=engine, delays=delays):
+        def apply_it(engine=engine, begin=begin, delays=delays):
+            begin.wait(30)
             time.sleep(delays.pop())
             seen.add(engine.apply(strict=True)["tenfold"].state)
 
