@@ -1,0 +1,154 @@
+"""Where the ordered backward of sparse MLA spends its time, and what storing and summing side by side would gain.
+
+    python gpu_ci/kernels/order_probe.py [--heads 64,32,128,16] [--widths 576,512] [--rows 16384]
+
+As it is, a chunk of rows is planned, stored and summed before the next begins. So the processors wait at each end, and
+device memory is idle while products are made. Here chunks alternate between two buffers of half the size: the next one
+is stored while the last one is summed. The sums stay in the order of chunks, so dKV must be the same to the bit.
+Prints milliseconds of the atomic backward, of the ordered one, of its kernels, and of the overlapped one by rows of a
+chunk. Under two minutes on one H200 with kernels built.
+"""
+
+import argparse
+import functools
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from gpu_ci.kernels.sparse_mla_probe import inputs, median_ms, random_causal
+
+SCALE = 0.04
+
+
+def overlapped(run, device, q, kv, dout, ids, extent, lse, delta, dq, dkv, chunk):
+    """`_backward_in_order` of a single batch entry, with two chunks of rows under way."""
+    import torch
+
+    from mcore_patches.ops.sparse_mla.ordering import ROWS_PER_WORD
+    from mcore_patches.ops.sparse_mla.tilelang_builds import head_blocks_of, kernel
+
+    heads, width = q.shape[2:]
+    rows, topk = ids.shape[1:]
+    keys = kv.shape[1]
+    blocks = head_blocks_of(heads, device, width)
+    words = -(-chunk // ROWS_PER_WORD)
+    new = functools.partial(torch.empty, dtype=torch.int32, device=q.device)
+    rings = [
+        {
+            "parts": new(1, chunk * topk * blocks, width, dtype=q.dtype),
+            "slots": new(chunk, topk),
+            "bits": new(words, keys),
+            "before": new(words, keys),
+            "count": new(keys),
+            "ends": new(keys),
+            "times": new(chunk * topk),
+        }
+        for _ in range(2)
+    ]
+    main = torch.cuda.current_stream()
+    # Sums and plans go first wherever a processor falls free: what is stored waits for them, and they are short.
+    planning, summing = (torch.cuda.Stream(priority=-1) for _ in range(2))
+    storing = [torch.cuda.Stream() for _ in range(2)]
+    for stream in (planning, summing, *storing):
+        stream.wait_stream(main)
+    summed = [torch.cuda.Event() for _ in range(2)]
+    for n, start in enumerate(range(0, rows, chunk)):
+        here = (slice(0, 1), slice(start, min(start + chunk, rows)))
+        ring, mine, stored, planned = rings[n % 2], ids[here][0], torch.cuda.Event(), torch.cuda.Event()
+        slot = ring["slots"][: mine.shape[0]]
+        with torch.cuda.stream(planning):
+            if n >= 2:
+                planning.wait_event(summed[n % 2])
+            ring["bits"].zero_()
+            ring["times"].zero_()
+            kernel("mark", device, width)(mine, ring["bits"])
+            kernel("rank", device, width)(ring["bits"], ring["before"], ring["count"])
+            torch.cumsum(ring["count"], 0, dtype=torch.int32, out=ring["ends"])
+            kernel("locate", device, width)(
+                mine, ring["bits"], ring["before"], ring["count"], ring["ends"], slot, ring["times"]
+            )
+            planned.record()
+        with torch.cuda.stream(storing[n % 2]):
+            storing[n % 2].wait_event(planned)
+            of_rows = [t[here] for t in (q, dout, ids, extent, lse, delta, dq)]
+            run(of_rows[0], kv, *of_rows[1:3], slot.unsqueeze(0), *of_rows[3:6], SCALE, of_rows[6], ring["parts"])
+            stored.record()
+        with torch.cuda.stream(summing):
+            summing.wait_event(stored)
+            add = kernel("sum", device, width, parts_of_entry=blocks)
+            add(ring["parts"][0], ring["count"], ring["ends"], ring["times"], dkv[0])
+            summed[n % 2].record()
+    for stream in (planning, summing, *storing):
+        main.wait_stream(stream)
+
+
+def by_kernel(function):
+    """Milliseconds of each kernel of one call."""
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as record:
+        function()
+        torch.cuda.synchronize()
+    took = {e.key: e.device_time_total / 1e3 for e in record.key_averages() if e.device_time_total > 50}
+    return {name[:40]: ms for name, ms in sorted(took.items(), key=lambda item: -item[1])}
+
+
+def measure(heads, width, rows):
+    import torch
+
+    from mcore_patches.ops.device import device_of
+    from mcore_patches.ops.sparse_mla import tilelang_kernels as kernels
+    from mcore_patches.ops.sparse_mla.ordering import rows_in_order
+    from mcore_patches.ops.sparse_mla.tilelang_builds import head_blocks_of, head_rows, kernel
+
+    topk = 2048
+    device = device_of(torch.device("cuda"))
+    blocks = head_blocks_of(heads, device, width)
+    q, kv, _, dout = inputs(1, rows, rows, heads, topk, width)
+    ids = random_causal(rows, topk)[None]
+    out, lse = kernels.forward(q, kv, ids, SCALE, 512, deterministic=True)
+    backward = functools.partial(kernels.backward, q, kv, ids, out, lse, dout, SCALE, 512, False)
+    atomic = median_ms(lambda: backward(ordered=False), 5)
+    ordered = median_ms(lambda: backward(ordered=True), 5)
+    parts = by_kernel(lambda: backward(ordered=True))
+    print(f"H{heads} D{width}: atomic {atomic:.2f}, ordered {ordered:.2f} ({ordered / atomic:.3f})", flush=True)
+    print("    " + ", ".join(f"{name} {ms:.2f}" for name, ms in parts.items()), flush=True)
+
+    wanted = backward(ordered=True)
+    run = kernel("backward", device, width, reduction="store", **head_rows(heads), strided=False)
+    extent = kernels._extent(ids, rows, device, width)
+    delta = torch.empty_like(lse)
+    kernel("delta", device, width)(out, dout, delta)
+    dq = torch.empty_like(q)
+    wave = device.multiprocessors // blocks
+    whole = rows_in_order(rows, topk, rows, width, blocks, device.multiprocessors)
+    for waves in (1, 2, 3, max(1, whole // wave // 2), max(1, whole // wave)):
+        chunk = waves * wave
+
+        def call(chunk=chunk):
+            dkv = torch.zeros(1, rows, width, device="cuda")
+            overlapped(run, device, q, kv.squeeze(2), dout, ids, extent, lse, delta, dq, dkv, chunk)
+            return dkv
+
+        dkv = kernels._channels_in_order(call(), device, "store").unsqueeze(2)
+        same = torch.equal(dkv, wanted[1]), torch.equal(dq, wanted[0])
+        ms = median_ms(call, 5)
+        gib = 2 * chunk * topk * blocks * width * 2 / 2**30
+        print(f"    {waves} waves: {ms:.2f} ({ms / atomic:.3f}), parts {gib:.2f} GiB, dkv, dq equal {same}", flush=True)
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--heads", default="64,32,128,16")
+    parser.add_argument("--widths", default="576,512")
+    parser.add_argument("--rows", type=int, default=16384)
+    options = parser.parse_args()
+    for width in options.widths.split(","):
+        for heads in options.heads.split(","):
+            measure(int(heads), int(width), options.rows)
+
+
+if __name__ == "__main__":
+    main()
