@@ -70,6 +70,7 @@ def enable(*, allow_cuda: bool = False) -> None:
     try:
         _send_cuda_to_cpu(log)
         _keep_mode_in_backward(log, mode)
+        _run_eagerly(log)
         _stand_in_for_packages(log)
     except BaseException:
         log.undo()
@@ -165,6 +166,12 @@ def _keep_mode_in_backward(log: RebindingLog, mode: TorchFunctionMode) -> None:
         run_backward_in_mode,
         "torch suspends function modes during backward, where checkpointed layers run forward again",
     )
+
+
+def _run_eagerly(log: RebindingLog) -> None:
+    reason = "to compile megatron's fused functions for a CPU takes longer than all that tiny models do with them"
+    frames = importlib.import_module("torch._dynamo.eval_frame")
+    log.rebind(frames, "_stance", frames.DynamoStance("force_eager"), reason)
 
 
 def _stand_in_for_packages(log: RebindingLog) -> None:

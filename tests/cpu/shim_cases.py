@@ -57,6 +57,7 @@ def behaviour() -> Iterator[tuple[str, Any]]:
     """Everything that does not depend on the release."""
     yield from _misuse()
     yield from _backward()
+    yield from _fused()
 
 
 def _misuse() -> Iterator[tuple[str, Any]]:
@@ -109,6 +110,22 @@ def _backward() -> Iterator[tuple[str, Any]]:
         yield "grad", torch.autograd.grad(AskForCuda.apply(x).sum(), x)[0].tolist()
         yield "modes in backward", len(_get_current_function_mode_stack())
     yield "devices in backward", seen
+
+
+def _fused() -> Iterator[tuple[str, Any]]:
+    """A function that is to be compiled, as megatron's fused ones are, in the shim and after it."""
+    compiled = []
+
+    def backend(graph: torch.fx.GraphModule, _inputs: list[torch.Tensor]) -> Callable[..., Any]:
+        compiled.append(graph)
+        return graph.forward
+
+    fused = torch.compile(lambda x: x * 2 + 1, backend=backend)
+    with shim.cpu_megatron():
+        yield "fused", fused(torch.ones(3)).tolist()
+        yield "compiled in the shim", len(compiled)
+    yield "fused after it", fused(torch.ones(3)).tolist()
+    yield "compiled after it", len(compiled)
 
 
 def _devices() -> dict[str, str]:

@@ -19,6 +19,7 @@ def expected_rebindings(version):
         *("torch.cuda.random.get_rng_state", "torch.cuda.random.set_rng_state"),
         *("torch.cuda.nvtx.range_push", "torch.cuda.nvtx.range_pop"),
         "torch.autograd._engine_run_backward",
+        "torch._dynamo.eval_frame._stance",
         "megatron.core.tensor_parallel.random._set_cuda_rng_state",
     }
     return names | expected_stand_ins(version)
@@ -69,3 +70,5 @@ def test_behaviour():
     assert cases["backward"] == cases["grad"] == [2.0, 2.0, 2.0]
     assert cases["modes in backward"] == 1
     assert cases["devices in backward"] == ["cpu", "cpu"]
+    assert cases["fused"] == cases["fused after it"] == [3.0, 3.0, 3.0]
+    assert (cases["compiled in the shim"], cases["compiled after it"]) == (0, 1)
