@@ -1,7 +1,8 @@
 """Argument checks shared by the ops on packed rows. Errors name the op, the argument, its value and what is allowed.
 
 `check_*` on types, shapes, dtypes and devices look at no values and cost nothing on a GPU. The `verify_*` functions
-read values, so the host waits for the device; ops call them only with `checked=True`.
+read values, so the host waits for the device; ops call them with `checked=True`, and those that look at each row's
+place on a CPU always.
 """
 
 import math
@@ -15,6 +16,8 @@ from mcore_patches.ops.packing import complete_blocks
 LARGEST_ROW_BYTES = 4 * 2**30  # of what a chunked path may gather for one row
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 INT32_MAX = 2**31 - 1
+HOST = "cpu"
+"""The devices whose values the host reads without waiting."""
 
 
 def check_tensor(
@@ -96,6 +99,11 @@ def check_scale(op: str, name: str, value: float) -> None:
 def check_bool(op: str, name: str, value: bool) -> None:
     if not isinstance(value, bool):
         raise TypeError(f"{op}: {name} must be a bool, got {value!r}")
+
+
+def verifies_places(checked: bool, row_pos: Tensor) -> bool:
+    """Whether rows outside the keys are looked for. On a CPU nothing waits, and torch would fail at an index later."""
+    return checked or row_pos.device.type == HOST
 
 
 def verify_positions(op: str, row_pos: Tensor) -> None:

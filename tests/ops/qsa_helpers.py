@@ -3,10 +3,12 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from mcore_patches.ops import arguments
 from mcore_patches.ops.packing import PackedRows, packed_rows
 
 # Odd lengths off any global grid, documents shorter than a block, many tiny documents, one document.
@@ -73,9 +75,10 @@ class _Tripwire(TorchDispatchMode):
 
 @contextmanager
 def no_host_reads() -> Iterator[None]:
-    """Inside, operators that would synchronise a CUDA device raise, on CPU tensors too.
+    """Inside, operators that would synchronise a CUDA device raise, on CPU tensors too, which stand for such a device.
 
     Not seen: `tolist` and `numpy` of a CPU tensor, which read memory without an operator.
     """
-    with _Tripwire():
+    with pytest.MonkeyPatch.context() as patch, _Tripwire():
+        patch.setattr(arguments, "HOST", "none")
         yield

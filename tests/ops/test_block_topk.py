@@ -418,19 +418,20 @@ def test_unchecked_nan_neither_stops_nor_moves_other_rows():
     assert (got[40] >= 0).all()
 
 
-def test_checked_finds_rows_outside_the_blocks():
+@pytest.mark.parametrize("checked", [True, False])
+def test_rows_outside_the_blocks_are_found_on_a_cpu(checked):
     rows = rows_of([13, 50, 33], 4)
     q_idx, k_blocks = inputs(rows, num_blocks_of([13, 50, 33], 4) - 1)
     with pytest.raises(ValueError, match=r"end of k_blocks, which has 22 blocks; 2 rows break it, the first is row 94"):
-        select_blocks(q_idx, k_blocks, rows.pos, rows.block_start, ratio=4, topk=2, checked=True)
+        select_blocks(q_idx, k_blocks, rows.pos, rows.block_start, ratio=4, topk=2, checked=checked)
     far = torch.full_like(rows.pos, 2**31 - 1)  # one more is negative
     with pytest.raises(ValueError, match="96 rows break it, the first is row 0, row_block_start=0, row_pos=2147483647"):
-        select_blocks(q_idx, k_blocks, far, rows.block_start, ratio=4, topk=2, checked=True)
+        select_blocks(q_idx, k_blocks, far, rows.block_start, ratio=4, topk=2, checked=checked)
     rows.pos[5] = -2
     with pytest.raises(
         ValueError, match=r"row_pos must be -1 or more; 1 rows break it, the first is row 5, row_pos=-2"
     ):
-        select_blocks(q_idx, k_blocks, rows.pos, rows.block_start, ratio=4, topk=2, checked=True)
+        select_blocks(q_idx, k_blocks, rows.pos, rows.block_start, ratio=4, topk=2, checked=checked)
 
 
 def test_backends():

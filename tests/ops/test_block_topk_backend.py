@@ -86,7 +86,7 @@ def test_checked_refuses_nan_in_rows_of_few_and_of_many_blocks(on_cpu: list[Any]
     [
         (lambda t: (t[0].float(), t[1].float(), *t[2:]), "q_idx must be bfloat16 or float16, got float32"),
         (lambda t: (t[0][:, :, :48], t[1][:, :48], *t[2:]), "q_idx must have 64, 128, 256 channels, got 48"),
-        (lambda t: (t[0], t[1][:0], *t[2:]), "there is nothing to select"),
+        (lambda t: (t[0], t[1][:0], t[2] * 0 - 1, t[3]), "there is nothing to select"),
     ],
 )
 def test_declines_with_a_reason(on_cpu: list[Any], change: Any, reason: str) -> None:

@@ -628,20 +628,25 @@ def test_unchecked_nan_shows_in_the_loss(stage):
     assert run(p, selection(stage, rows), rows, 4)["loss"].isnan()
 
 
-def test_checked_finds_wrong_rows_and_repeated_ids():
+def test_checked_finds_repeated_ids():
     rows = rows_of([13, 50, 33], 4)
-    p = problem(rows, 23)
     ids = random_block_ids(rows, 4, 8)
     ids[20] = torch.tensor([1, 0, -1, 1])
     with pytest.raises(ValueError, match=r"distinct within a row; 1 rows break it, the first is row 20, repeated_id=1"):
-        run(p, ids, rows, 4, checked=True)
+        run(problem(rows, 23), ids, rows, 4, checked=True)
+
+
+@pytest.mark.parametrize("checked", [True, False])
+def test_rows_outside_keys_and_blocks_are_found_on_a_cpu(checked):
+    rows = rows_of([13, 50, 33], 4)
+    p = problem(rows, 23)
     with pytest.raises(ValueError, match=r"end of k_blocks, which has 22 blocks"):
-        run(p._replace(k_blocks=p.k_blocks[:22]), None, rows, 4, checked=True)
+        run(p._replace(k_blocks=p.k_blocks[:22]), None, rows, 4, checked=checked)
     with pytest.raises(ValueError, match=r"must lie in k, which has 90 tokens; 6 rows break it"):
-        run(p._replace(k=p.k[:90]), None, rows, 4, checked=True)
+        run(p._replace(k=p.k[:90]), None, rows, 4, checked=checked)
     rows.pos[5] = -2
     with pytest.raises(ValueError, match=r"row_pos must be -1 or more; .* row 5, row_pos=-2"):
-        run(p, None, rows, 4, checked=True)
+        run(p, None, rows, 4, checked=checked)
 
 
 def test_backends():

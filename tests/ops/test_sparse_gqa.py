@@ -402,14 +402,15 @@ def test_repeated_ids_are_an_error_when_checked():
         sparse_gqa(*p[:3], ids, rows.pos, rows.start, scale=1.0, block_size=4, checked=True)
 
 
-def test_checked_finds_rows_outside_the_keys():
+@pytest.mark.parametrize("checked", [True, False])
+def test_rows_outside_the_keys_are_found_on_a_cpu(checked):
     rows = rows_of([13, 50], 4)
     p = problem(rows, num_keys=60)
     with pytest.raises(ValueError, match=r"k, which has 60 tokens; 3 rows break it, the first is row 60, row_start=13"):
-        sparse_gqa(*p[:3], None, rows.pos, rows.start, scale=1.0, block_size=4, checked=True)
+        sparse_gqa(*p[:3], None, rows.pos, rows.start, scale=1.0, block_size=4, checked=checked)
     rows.pos[5] = -2
     with pytest.raises(ValueError, match=r"row_pos must be -1 or more; .* row 5, row_pos=-2"):
-        sparse_gqa(*p[:3], None, rows.pos, rows.start, scale=1.0, block_size=4, checked=True)
+        sparse_gqa(*p[:3], None, rows.pos, rows.start, scale=1.0, block_size=4, checked=checked)
 
 
 def test_backends():

@@ -16,6 +16,7 @@ from mcore_patches.ops.arguments import (
     check_int,
     check_scale,
     check_tensor,
+    verifies_places,
     verify_blocks,
     verify_positions,
 )
@@ -76,18 +77,20 @@ def select_blocks(
             would return.
         backend: "auto", "naive", "chunked" or "tilelang".
         checked: look at values too, which makes the host wait for the device: rows outside k_blocks and NaN scores
-            raise. Without it a NaN ranks by its bits, above +inf or below -inf by its sign; the naive path always
-            raises. Where NaN raises, every rank of `tp_group` looks at all rows, so that all raise.
+            raise; on a CPU rows outside always do. Without it a NaN ranks by its bits, above +inf or below -inf by its
+            sign; the naive path always raises. Where NaN raises, every rank of `tp_group` looks at all rows, so that
+            all raise.
 
     Returns:
         [Tq, topk] int32 block ids within the document, ascending, -1 at the end. Padding rows hold -1 only.
 
     Raises:
-        TypeError, ValueError: an argument's type, dtype, shape, device or, when checked, value; or the backend.
+        TypeError, ValueError: an argument's type, dtype, shape, device or, when checked or of rows on a CPU, value;
+            or the backend.
         KernelBuildError: backend="tilelang", and a kernel does not compile; "auto" warns and takes the chunked path.
     """
     _check(q_idx, k_blocks, row_pos, row_block_start, ratio, topk, weights, relu, index_scale, tp_group, checked)
-    if checked:
+    if verifies_places(checked, row_pos):
         verify_positions(_OP, row_pos)
         verify_blocks(_OP, row_pos, row_block_start, k_blocks.shape[0], ratio)
     settings: dict[str, Any] = {"ratio": ratio, "topk": topk, "relu": relu, "backend": backend, "checked": checked}

@@ -17,6 +17,7 @@ from mcore_patches.ops.arguments import (
     check_int,
     check_scale,
     check_tensor,
+    verifies_places,
     verify_blocks,
     verify_distinct,
     verify_positions,
@@ -97,13 +98,14 @@ def indexer_kl(
             their kernels are built, for which the host waits.
         backend: "auto", "naive", "chunked" or "tilelang".
         checked: look at values too, which makes the host wait for the device: rows outside k or k_blocks, repeated ids
-            and NaN raise.
+            and NaN raise. On a CPU rows outside always do.
 
     Returns:
         Scalar fp32 (fp64 if q_idx is), differentiable in q_idx, k_blocks and weights; once, by the chunked path.
 
     Raises:
-        TypeError, ValueError: an argument's type, dtype, shape, device or, when checked, value; or the backend.
+        TypeError, ValueError: an argument's type, dtype, shape, device or, when checked or of rows on a CPU, value;
+            or the backend.
         KernelBuildError: backend="tilelang", and a kernel does not compile, on this or another rank of tp_group; "auto"
             warns and takes the chunked path, on all ranks.
     """
@@ -111,12 +113,12 @@ def indexer_kl(
         q_idx, k_blocks, q, k, lse, block_ids, row_pos, row_start, row_block_start, scale, index_scale, ratio, weights,
         relu, valid, reduction, tp_group, checked,
     )  # fmt: skip
-    if checked:
+    if verifies_places(checked, row_pos):
         verify_positions(_OP, row_pos)
         verify_tokens(_OP, row_pos, row_start, k.shape[0])
         verify_blocks(_OP, row_pos, row_block_start, k_blocks.shape[0], ratio)
-        if block_ids is not None:
-            verify_distinct(_OP, block_ids, row_pos, ratio)
+    if checked and block_ids is not None:
+        verify_distinct(_OP, block_ids, row_pos, ratio)
     tensors = (q_idx, k_blocks, q, k, lse, block_ids, row_pos, row_start, row_block_start)
     settings: dict[str, Any] = {
         "scale": float(scale),

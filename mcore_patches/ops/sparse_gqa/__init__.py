@@ -15,6 +15,7 @@ from mcore_patches.ops.arguments import (
     check_int,
     check_scale,
     check_tensor,
+    verifies_places,
     verify_distinct,
     verify_positions,
     verify_tokens,
@@ -71,21 +72,23 @@ def sparse_gqa(
             chunked path a sort.
         backend: "auto", "naive", "chunked" or "tilelang".
         checked: look at values too, which makes the host wait for the device: rows outside k and repeated ids raise.
+            On a CPU rows outside k always do.
 
     Returns:
         out [Tq, Hq, D] in q's dtype, and lse [Tq, Hq], the natural logarithm of the softmax's denominator, fp32 (fp64
         for fp64 inputs), not differentiable. Rows without keys: out 0, lse -inf, gradients 0.
 
     Raises:
-        TypeError, ValueError: an argument's type, dtype, shape, device or, when checked, value; or the backend.
+        TypeError, ValueError: an argument's type, dtype, shape, device or, when checked or of rows on a CPU, value;
+            or the backend.
         KernelBuildError: backend="tilelang", and a kernel does not compile; "auto" warns and takes the chunked path.
     """
     _check(q, k, v, block_ids, row_pos, row_start, scale, block_size, deterministic, checked)
-    if checked:
+    if verifies_places(checked, row_pos):
         verify_positions(_OP, row_pos)
         verify_tokens(_OP, row_pos, row_start, k.shape[0])
-        if block_ids is not None:
-            verify_distinct(_OP, block_ids, row_pos, block_size)
+    if checked and block_ids is not None:
+        verify_distinct(_OP, block_ids, row_pos, block_size)
     tensors = (q, k, v, block_ids, row_pos, row_start)
     settings: dict[str, Any] = {"scale": float(scale), "block_size": block_size, "deterministic": deterministic}
     chosen = resolve_backend(*tensors, **settings, backend=backend)
