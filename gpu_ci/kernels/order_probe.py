@@ -1,12 +1,16 @@
 """Where the ordered backward of sparse MLA spends its time, and what storing and summing side by side would gain.
 
-    python gpu_ci/kernels/order_probe.py [--heads 64,32,128,16] [--widths 576,512] [--rows 16384]
+    python gpu_ci/kernels/order_probe.py [--heads 64,32,128,16] [--widths 576,512] [--rows 16384] [--unswapped]
 
 As it is, a chunk of rows is planned, stored and summed before the next begins. So the processors wait at each end, and
 device memory is idle while products are made. Here chunks alternate between two buffers of half the size: the next one
 is stored while the last one is summed. The sums stay in the order of chunks, so dKV must be the same to the bit.
-Prints milliseconds of the atomic backward, of the ordered one, of its kernels, and of the overlapped one by rows of a
-chunk. Under two minutes on one H200 with kernels built.
+
+With --unswapped four lanes store the half line of a key that they have, where the kernel lets eight lanes swap halves
+and store a whole line: twice the lines at a time, but no shuffle. What is stored is the same, so is the checksum.
+
+Prints milliseconds of the atomic backward, of the ordered one, of its kernels, and of the overlapped one by the rows of
+a chunk. Under two minutes on one H200 with kernels built.
 """
 
 import argparse
@@ -83,6 +87,38 @@ def overlapped(run, device, q, kv, dout, ids, extent, lse, delta, dq, dkv, chunk
         main.wait_stream(stream)
 
 
+def unswapped(reduction):
+    """`tilelang_scatter.scattering` where each lane stores what it has: 16 bytes of its own key at a time."""
+    import tilelang.language as T
+
+    from mcore_patches.ops.sparse_mla import tilelang_scatter as scatter_module
+
+    swapping, copy_targets = scatter_module.scattering(reduction)
+    if reduction == "atomic":
+        return swapping, copy_targets
+    columns = scatter_module.group(reduction)
+    run, tiles = columns // 4, columns // scatter_module.WGMMA_COLUMNS
+
+    @T.macro
+    def scatter(DKV, b, even, odd, piece, mine, first, second, column):
+        for k, g, c in T.Parallel(scatter_module.KEYS_PER_BLOCK, 1, 4):
+            for t in T.unroll(2 * tiles):
+                for e in T.unroll(2):
+                    mine[2 * t + e] = piece[k, 2 * g * columns + t * scatter_module.WGMMA_COLUMNS + 2 * c + e]
+            pair = k // 8 % 2
+            place = T.if_then_else(k % 2 == 0, even[pair], odd[pair])
+            for j in T.unroll(2 * run):
+                first[j] = T.cast(mine[j], T.bfloat16)
+            lane = T.get_thread_binding() % scatter_module.LANES_OF_KEY
+            if place >= 0:
+                for half in T.unroll(2):
+                    DKV[b, place, T.Ramp(column + half * columns + lane * run, 1, run)] = first[
+                        T.Ramp(half * run, 1, run)
+                    ]
+
+    return scatter, copy_targets
+
+
 def by_kernel(function):
     """Milliseconds of each kernel of one call."""
     import torch
@@ -124,6 +160,7 @@ def measure(heads, width, rows):
     dq = torch.empty_like(q)
     wave = device.multiprocessors // blocks
     whole = rows_in_order(rows, topk, rows, width, blocks, device.multiprocessors)
+    print(f"    checksum {float(wanted[1].double().sum()):.9e} {float(wanted[1].double().square().sum()):.9e}")
     for waves in (1, 2, 3, max(1, whole // wave // 2), max(1, whole // wave)):
         chunk = waves * wave
 
@@ -144,7 +181,12 @@ def main():
     parser.add_argument("--heads", default="64,32,128,16")
     parser.add_argument("--widths", default="576,512")
     parser.add_argument("--rows", type=int, default=16384)
+    parser.add_argument("--unswapped", action="store_true")
     options = parser.parse_args()
+    if options.unswapped:
+        from mcore_patches.ops.sparse_mla import tilelang_backward, tilelang_few_heads
+
+        tilelang_backward.scattering = tilelang_few_heads.scattering = unswapped
     for width in options.widths.split(","):
         for heads in options.heads.split(","):
             measure(int(heads), int(width), options.rows)
