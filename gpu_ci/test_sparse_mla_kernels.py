@@ -329,13 +329,16 @@ def test_no_length_builds_a_kernel_twice(deterministic: bool) -> None:
         ({"dtype": torch.float16}, "q and kv must be bfloat16, got float16"),
         ({"width": 640}, "512 or 576"),
         ({"topk": 0}, "nothing to attend to"),
+        ({"batch": 65536}, "q must have at most 65535 batch entries, got 65536"),
     ],
 )
 def test_what_the_kernels_decline_has_a_reason(change: dict[str, Any], reason: str) -> None:
     width, topk = change.get("width", 576), change.get("topk", 8)
     dtype = change.get("dtype", torch.bfloat16)
+    batch = change.get("batch", 1)
     q, kv = (torch.zeros(1, n, h, width, dtype=dtype, device="cuda") for n, h in ((4, 16), (9, 1)))
     indices = torch.zeros(1, 4, topk, dtype=torch.int32, device="cuda")
+    q, kv, indices = (t.expand(batch, *t.shape[1:]) for t in (q, kv, indices))
     supported, text = supports(q, kv, indices)
     assert not supported
     assert reason in text

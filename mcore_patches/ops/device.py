@@ -50,11 +50,14 @@ def device_of(device: torch.device) -> Device:
     return describe(torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index))
 
 
-def cuda_device(op: str, device: torch.device | str) -> torch.device:
-    """`device`, or ValueError if kernels cannot be built for it."""
-    found = torch.device(device)
-    if found.type != "cuda":
-        raise ValueError(f"{op}: device must be a CUDA device, got {device}")
+def cuda_device(op: str, device: torch.device | str, kind: str = "cuda") -> torch.device:
+    """`device`, or ValueError if kernels cannot be built for it: it is not of this `kind`."""
+    try:
+        found = torch.device(device)
+    except RuntimeError:  # a string that names no device; the text of torch's error is of no use here
+        found = None
+    if found is None or found.type != kind:
+        raise ValueError(f"{op}: device must be a {kind.upper()} device, got {device}")
     return found
 
 

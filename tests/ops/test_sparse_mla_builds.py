@@ -177,10 +177,22 @@ def test_a_backward_that_cannot_run_says_what_follows(hopper: Built) -> None:
     assert tilelang_kernels._fault("sm_90a", 576) == ""
 
 
+def test_a_batch_that_no_grid_holds_is_declined() -> None:
+    q, kv = (torch.zeros(1, 1, 1, 512).expand(65536, 1, 1, 512) for _ in range(2))
+    indices = torch.zeros(1, 1, 8, dtype=torch.int32).expand(65536, 1, 8)
+    expected = (False, "q must have at most 65535 batch entries, got 65536")
+    assert tilelang_kernels.supports(q, kv, indices, 512) == expected
+    assert tilelang_kernels.supports(q[1:], kv[1:], indices[1:], 512) == (
+        False,
+        "q is on cpu, the kernels need a CUDA device",
+    )
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"device": "meta"}, ValueError, "device must be cpu, got meta"),
+        ({"device": "tpu0"}, ValueError, "device must be a CPU device, got tpu0"),
+        ({"device": "meta"}, ValueError, "device must be a CPU device, got meta"),
         ({"width": 640}, ValueError, "width must be 512 or 576, got 640"),
         ({"heads": 0}, ValueError, "heads must be at least 1, got 0"),
         ({"heads": True}, TypeError, "heads must be an int, got True"),

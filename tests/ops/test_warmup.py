@@ -25,5 +25,6 @@ def test_the_readme_shows_a_valid_call_of_each() -> None:
         warmup = importlib.import_module(f"mcore_patches.ops.{op}").warmup
         positional, named = eval(f"(lambda *a, **k: (a, k))({arguments})")
         inspect.signature(warmup).bind(*positional, **named)
-        with pytest.raises(ValueError, match=r"device must be .*, got cpu"):
-            warmup(*positional, **(named | {"device": "cpu"}))
+        for device in ("cpu", "tpu0"):
+            with pytest.raises(ValueError, match=f"device must be a CUDA device, got {device}"):
+                warmup(*positional, **(named | {"device": device}))

@@ -37,7 +37,13 @@ def resolve_backend(
 
 
 def supports(q: Tensor, kv: Tensor, indices: Tensor, *, v_channels: int = 512) -> tuple[bool, str]:
-    """Whether the TileLang kernels take these (valid) arguments of `sparse_mla`, and why not."""
+    """Whether the TileLang kernels take these (valid) arguments of `sparse_mla`, and why not.
+
+    Raises TypeError for what is no tensor.
+    """
+    for name, tensor in (("q", q), ("kv", kv), ("indices", indices)):
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{OP}: {name} must be a tensor, got {type(tensor).__name__}")
     if q.device.type != KERNELS_DEVICE:
         return False, f"q is on {q.device}, the TileLang kernels need {KERNELS_DEVICE}"
     fault = _import_fault()

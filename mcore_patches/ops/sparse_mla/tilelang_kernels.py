@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mcore_patches.ops.arguments import check_bool, check_int
-from mcore_patches.ops.device import Device, device_of, sparse_mla_design
+from mcore_patches.ops.device import Device, cuda_device, device_of, sparse_mla_design
 from mcore_patches.ops.jit import CACHE, KernelBuildError, build_together
 from mcore_patches.ops.sparse_mla import backends
 from mcore_patches.ops.sparse_mla.ordering import ROWS_PER_WORD, USES_OF_A_KEY, order_is_faster, rows_in_order
@@ -24,11 +24,14 @@ from mcore_patches.ops.sparse_mla.tilelang_builds import (
 )
 
 WIDTHS = (512, 576)
+MOST_BATCH_ENTRIES = 65535  # of a grid's second dimension
 ALIGNMENT = 16  # bytes: of the copy engine's strides and of one asynchronous copy
 
 
 def supports(q: Tensor, kv: Tensor, indices: Tensor, v_channels: int) -> tuple[bool, str]:
     """Whether the kernels run these arguments, and if not, why. No value is read and nothing is compiled."""
+    if q.shape[0] > MOST_BATCH_ENTRIES:
+        return False, f"q must have at most {MOST_BATCH_ENTRIES} batch entries, got {q.shape[0]}"
     if not q.is_cuda:
         return False, f"q is on {q.device}, the kernels need a CUDA device"
     if indices.shape[-1] == 0 or q.numel() == 0 or kv.shape[1] == 0:
@@ -77,9 +80,8 @@ def warmup(
         TypeError, ValueError: an argument is none of these, or the kernels do not run on the device.
         KernelBuildError: one of them does not compile.
     """
-    op, where = "sparse_mla warmup", torch.device(device)
-    if where.type != backends.KERNELS_DEVICE:
-        raise ValueError(f"{op}: device must be {backends.KERNELS_DEVICE}, got {device}")
+    op = "sparse_mla warmup"
+    where = cuda_device(op, device, backends.KERNELS_DEVICE)
     if width not in WIDTHS:
         raise ValueError(f"{op}: width must be 512 or 576, got {width!r}")
     check_int(op, "heads", heads, 1)
