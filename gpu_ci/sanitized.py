@@ -1,18 +1,22 @@
 """The kernels for this GPU on small shapes, forward and backward, to be run under compute-sanitizer.
 
-    compute-sanitizer --tool memcheck --error-exitcode 9 python -m gpu_ci.sanitized [OP]...
+    compute-sanitizer --tool memcheck --error-exitcode 9 python -m gpu_ci.sanitized [--shared-kib KIB] [OP]...
 
-OP: sparse_gqa, select_blocks, indexer_kl, sparse_mla; all of them if none is named.
+OP: sparse_gqa, select_blocks, indexer_kl, sparse_mla; all of them if none is named. KIB: as if a block could have only
+so much shared memory: the kernels that other GPUs than Hopper take.
 """
 
 from __future__ import annotations
 
-import sys
+import argparse
+import dataclasses
+import importlib
 
 import torch
 from torch import Tensor
 
 from mcore_patches.ops.block_topk import select_blocks
+from mcore_patches.ops.device import Device, describe
 from mcore_patches.ops.indexer_kl import indexer_kl
 from mcore_patches.ops.sparse_gqa import sparse_gqa
 from mcore_patches.ops.sparse_mla import sparse_mla
@@ -98,8 +102,30 @@ OPS = {
     "sparse_mla": run_sparse_mla,
 }
 
-if __name__ == "__main__":
-    for name in sys.argv[1:] or OPS:
+
+def pretend(device: Device) -> None:
+    """From here on every op chooses its kernels for `device`."""
+    package = "mcore_patches.ops"
+    for name in ("block_topk", "indexer_kl", "sparse_gqa"):
+        importlib.import_module(f"{package}.{name}.tilelang_backend").device_of = lambda _: device
+    importlib.import_module(f"{package}.sparse_mla.tilelang_kernels")._device = lambda _: device
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--shared-kib", type=int)
+    parser.add_argument("ops", nargs="*", metavar="OP", help=", ".join(OPS))
+    options = parser.parse_args()
+    if unknown := set(options.ops) - set(OPS):
+        parser.error(f"OP must be {', '.join(OPS)}, got {', '.join(sorted(unknown))}")
+    if options.shared_kib is not None:
+        whole = describe(torch.device("cuda", torch.cuda.current_device()))
+        pretend(dataclasses.replace(whole, shared_bytes=options.shared_kib * 1024))
+    for name in options.ops or OPS:
         OPS[name]()
         torch.cuda.synchronize()
         print(f"{name} ran")
+
+
+if __name__ == "__main__":
+    main()

@@ -19,9 +19,10 @@ pytestmark = [
 
 @pytest.mark.parametrize("op", ["sparse_gqa", "select_blocks", "indexer_kl", "sparse_mla"])
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
-def test_clean(tool: str, op: str) -> None:
+@pytest.mark.parametrize("memory", [[], ["--shared-kib", "99"]], ids=["this-gpu", "plain-99KiB"])
+def test_clean(memory: list[str], tool: str, op: str) -> None:
     assert SANITIZER is not None
-    run = [sys.executable, "-m", "gpu_ci.sanitized", op]
+    run = [sys.executable, "-m", "gpu_ci.sanitized", *memory, op]
     root = Path(__file__).parents[1]
     # Kernels compile in a run of their own: the compiler under the tool would take minutes.
     subprocess.run(run, cwd=root, check=True, timeout=300)

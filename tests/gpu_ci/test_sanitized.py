@@ -1,10 +1,16 @@
-"""What runs under compute-sanitizer reaches the kernels of tiles that share blocks and those of single rows."""
+"""What runs under compute-sanitizer reaches the kernels of shared tiles, of single rows, and of other GPUs."""
 
+from typing import Any
+
+import pytest
 import torch
 from torch import Tensor
 
+from gpu_ci import sanitized
 from gpu_ci.sanitized import RATIO, TOPK, Documents
+from mcore_patches.ops import block_topk, indexer_kl, sparse_gqa, sparse_mla
 from mcore_patches.ops.block_topk import select_blocks
+from mcore_patches.ops.device import Device
 from mcore_patches.ops.sparse_gqa.design import Design, Tiles, sparse_gqa_design
 
 
@@ -35,3 +41,16 @@ def test_both_kinds_of_tiles_are_run() -> None:
         assert all(tiles_that_share(documents, similar, tiles))
         scattered = tiles_that_share(documents, documents.scattered_ids(), tiles)
         assert scattered.count(False) > len(scattered) // 2
+
+
+def test_every_op_takes_the_plain_kernels_of_a_pretended_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = Device("sm_90a", 99 * 1024, 132)
+    places: list[tuple[Any, str]] = [
+        (op.tilelang_backend, "device_of")
+        for op in (block_topk, indexer_kl, sparse_gqa)  # type: ignore[attr-defined]
+    ]
+    places.append((sparse_mla.tilelang_kernels, "_device"))  # type: ignore[attr-defined]
+    for module, name in places:
+        monkeypatch.setattr(module, name, None)  # to be put back
+    sanitized.pretend(gpu)
+    assert [getattr(module, name)("cuda") for module, name in places] == [gpu] * 4
