@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 def run(command, **options):
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "MCORE_PATCHES"))}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment, **options)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900, env=environment, **options)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

@@ -25,7 +25,7 @@ def test_torchrun_trains_with_tensor_and_context_parallelism() -> None:
         env=environment | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=900,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     steps = re.findall(

@@ -76,7 +76,7 @@ def test_failing_rank_stops_the_others():
     start = time.monotonic()
     with pytest.raises(LaunchError, match="failed on rank 1 of 2") as caught:
         run(f"{CASES}:rank_fails", nprocs=2, args=(1, 600))
-    assert time.monotonic() - start < 60
+    assert time.monotonic() - start < 300
     assert caught.value.rank == 1
     message = str(caught.value)
     assert 'raise KeyError("what went wrong")' in message
