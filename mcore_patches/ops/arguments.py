@@ -50,6 +50,13 @@ def check_tensor(
         raise ValueError(f"{op}: {name} must be on {device}, got {tensor.device}")
 
 
+def check_tensors(op: str, tensors: dict[str, Tensor], *, optional: dict[str, Tensor | None]) -> None:
+    """Fail unless all of `tensors` are tensors, and all of `optional` or None."""
+    for name, tensor in (tensors | {n: t for n, t in optional.items() if t is not None}).items():
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{op}: {name} must be a tensor, got {type(tensor).__name__}")
+
+
 def check_int(op: str, name: str, value: int, least: int) -> None:
     """Positions are int32, and a larger `value` would be cut to its low bits without a word."""
     if isinstance(value, bool) or not isinstance(value, int):

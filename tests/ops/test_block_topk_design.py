@@ -13,13 +13,8 @@ from mcore_patches.ops.block_topk.design import (
     topk_capacity,
 )
 from mcore_patches.ops.device import HOPPER, HOPPER_SHARED_BYTES
+from tests.ops.architectures import SHARED_BYTES
 
-SHARED_BYTES = {
-    arch: kib * 1024
-    for arch, kib in {
-        "sm_80": 163, "sm_86": 99, "sm_89": 99, "sm_90a": 227, "sm_100a": 227, "sm_103a": 227, "sm_120a": 99,
-    }.items()
-}  # fmt: skip
 BF16 = torch.bfloat16
 
 

@@ -10,8 +10,9 @@ from mcore_patches.ops.block_topk.design import (
     select_shared_bytes,
     select_tiles,
 )
+from tests.ops.architectures import SHARED_BYTES
 from tests.ops.compiling import compile_report
-from tests.ops.test_block_topk_design import SHARED_BYTES, tiles_of
+from tests.ops.test_block_topk_design import tiles_of
 
 PACKAGE = "mcore_patches.ops.block_topk."
 # Bytes of spill loads and stores of a thread, together: none but where a thread holds 32 keys of 4096 blocks' groups.

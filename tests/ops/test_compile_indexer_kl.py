@@ -20,8 +20,9 @@ from mcore_patches.ops.indexer_kl.design import (
     teacher_shared_bytes,
 )
 from mcore_patches.ops.indexer_kl.tilelang_kernels import specifications
+from tests.ops.architectures import SHARED_BYTES
 from tests.ops.compiling import Report, compile_report
-from tests.ops.test_indexer_kl_design import LARGE, SHARED_BYTES, SMALL, TOKENS, shape_with
+from tests.ops.test_indexer_kl_design import LARGE, SMALL, TOKENS, shape_with
 
 # Bytes of spill loads and stores of a thread, together, of the kernels that ptxas gives all registers there are.
 SPILLED_AT_MOST = 128

@@ -11,11 +11,11 @@ import torch
 
 from mcore_patches.ops.sparse_gqa.design import Design, sparse_gqa_design
 from mcore_patches.ops.sparse_gqa.tilelang_kernels import Kernels, Shape, specifications
+from tests.ops.architectures import SHARED_BYTES
 from tests.ops.compiling import Report, compile_report
 
 pytestmark = pytest.mark.xdist_group("compile_sparse_gqa")
 
-SHARED_BYTES = {"sm_89": 99 * 1024, "sm_90a": 227 * 1024, "sm_100a": 227 * 1024}
 # Bytes of spill loads and stores of a thread, together.
 SPILLED_AT_MOST = 32
 

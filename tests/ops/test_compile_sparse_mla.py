@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from mcore_patches.ops.device import SparseMLADesign, sparse_mla_design
+from tests.ops.architectures import SHARED_BYTES
 from tests.ops.compiling import Report, compile_report
 
 pytestmark = pytest.mark.xdist_group("compile_sparse_mla")
 
 PACKAGE = "mcore_patches.ops.sparse_mla."
-SHARED_BYTES = {"sm_80": 163 * 1024, "sm_89": 99 * 1024, "sm_90a": 227 * 1024, "sm_100a": 227 * 1024}
 ENTRY_REGISTERS = {"tilelang_forward": 65536 // 512, "tilelang_backward": 65536 // 384 // 8 * 8}
 ENTRY_REGISTERS["tilelang_few_heads"] = ENTRY_REGISTERS["tilelang_backward"]
 

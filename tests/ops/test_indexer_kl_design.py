@@ -21,14 +21,9 @@ from mcore_patches.ops.indexer_kl.design import (
     teacher_slots,
 )
 from mcore_patches.ops.indexer_kl.tilelang_kernels import specifications
+from tests.ops.architectures import SHARED_BYTES
 
 BF16 = torch.bfloat16
-SHARED_BYTES = {
-    arch: kib * 1024
-    for arch, kib in {
-        "sm_80": 163, "sm_86": 99, "sm_89": 99, "sm_90a": 227, "sm_100a": 227, "sm_103a": 227, "sm_120a": 99,
-    }.items()
-}  # fmt: skip
 REAL: dict[str, Any] = {
     "arch": HOPPER,
     "shared_bytes": HOPPER_SHARED_BYTES,

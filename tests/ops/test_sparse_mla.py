@@ -754,13 +754,6 @@ def test_declined_arguments_run_chunked_or_raise_the_reason(kernels: types.Modul
     assert kernels.calls == []
 
 
-@pytest.mark.parametrize("name", ["q", "kv", "indices"])
-def test_support_is_asked_of_tensors(name: str) -> None:
-    tensors = {n: t for n, t in arguments().items() if n in ("q", "kv", "indices")}
-    with pytest.raises(TypeError, match=f"^sparse_mla: {name} must be a tensor, got ndarray$"):
-        supports(**tensors | {name: tensors[name].detach().numpy()})
-
-
 @pytest.mark.parametrize("backend", TORCH_BACKENDS)
 def test_a_backend_by_name_does_not_ask_the_kernels(kernels: types.ModuleType, backend: str) -> None:
     a = arguments()

@@ -70,7 +70,7 @@ def call(
     family, _, release = preload.partition("-")
     pickled = pickle.dumps(arguments)
     # Where megatron is imported, tensors are pickled by a function of megatron's: unpickling one imports the installed
-    # megatron, before the test has put a stub in front of it.
+    # megatron, before the test has put a tree of its own in front of it.
     if b"_rebuild_tensor" in pickled:
         raise TypeError(f"{name} must not be given a tensor, but make it: unpickling one may import megatron")
     ok, value = zygote(family).ask((name, pickled, environment or {}, release))

@@ -16,6 +16,7 @@ from mcore_patches.ops.arguments import (
     check_int,
     check_scale,
     check_tensor,
+    check_tensors,
     verifies_places,
     verify_blocks,
     verify_positions,
@@ -144,7 +145,15 @@ def supports(
     relu: bool = True,
     index_scale: float | None = None,
 ) -> tuple[bool, str]:
-    """Whether the TileLang backend runs these arguments of `select_blocks`, and the reason if it does not."""
+    """Whether the TileLang backend runs these arguments of `select_blocks`, and the reason if it does not.
+
+    Raises TypeError for what is no tensor.
+    """
+    check_tensors(
+        _OP,
+        {"q_idx": q_idx, "k_blocks": k_blocks, "row_pos": row_pos, "row_block_start": row_block_start},
+        optional={"weights": weights},
+    )
     kernels = kernel_module(_KERNELS)
     if kernels is None:
         return False, "there is no TileLang kernel for select_blocks"

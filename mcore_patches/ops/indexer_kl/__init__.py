@@ -17,6 +17,7 @@ from mcore_patches.ops.arguments import (
     check_int,
     check_scale,
     check_tensor,
+    check_tensors,
     verifies_places,
     verify_blocks,
     verify_distinct,
@@ -221,7 +222,13 @@ def supports(
     reduction: str = "sum",
     tp_group: dist.ProcessGroup | None = None,
 ) -> tuple[bool, str]:
-    """Whether the TileLang backend runs these arguments of `indexer_kl`, and the reason if it does not."""
+    """Whether the TileLang backend runs these arguments of `indexer_kl`, and the reason if it does not.
+
+    Raises TypeError for what is no tensor.
+    """
+    rows = {"row_pos": row_pos, "row_start": row_start, "row_block_start": row_block_start}
+    optional = {"lse": lse, "block_ids": block_ids, "weights": weights, "valid": valid}
+    check_tensors(_OP, {"q_idx": q_idx, "k_blocks": k_blocks, "q": q, "k": k, **rows}, optional=optional)
     kernels = kernel_module(_KERNELS)
     if kernels is None:
         return False, "there is no TileLang kernel for indexer_kl"

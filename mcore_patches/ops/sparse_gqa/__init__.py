@@ -15,6 +15,7 @@ from mcore_patches.ops.arguments import (
     check_int,
     check_scale,
     check_tensor,
+    check_tensors,
     verifies_places,
     verify_distinct,
     verify_positions,
@@ -119,7 +120,13 @@ def supports(
     block_size: int,
     deterministic: bool = True,
 ) -> tuple[bool, str]:
-    """Whether the TileLang backend runs these arguments of `sparse_gqa`, and the reason if it does not."""
+    """Whether the TileLang backend runs these arguments of `sparse_gqa`, and the reason if it does not.
+
+    Raises TypeError for what is no tensor.
+    """
+    check_tensors(
+        _OP, {"q": q, "k": k, "v": v, "row_pos": row_pos, "row_start": row_start}, optional={"block_ids": block_ids}
+    )
     kernels = kernel_module(_KERNELS)
     if kernels is None:
         return False, "there is no TileLang kernel for sparse_gqa"

@@ -15,6 +15,7 @@ import importlib
 import torch
 from torch import Tensor
 
+from mcore_patches.ops.arguments import check_tensors
 from mcore_patches.ops.backend import resolve
 from mcore_patches.ops.sparse_mla.inputs import OP
 
@@ -41,9 +42,7 @@ def supports(q: Tensor, kv: Tensor, indices: Tensor, *, v_channels: int = 512) -
 
     Raises TypeError for what is no tensor.
     """
-    for name, tensor in (("q", q), ("kv", kv), ("indices", indices)):
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"{OP}: {name} must be a tensor, got {type(tensor).__name__}")
+    check_tensors(OP, {"q": q, "kv": kv, "indices": indices}, optional={})
     if q.device.type != KERNELS_DEVICE:
         return False, f"q is on {q.device}, the TileLang kernels need {KERNELS_DEVICE}"
     fault = _import_fault()
