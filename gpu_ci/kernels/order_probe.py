@@ -29,61 +29,39 @@ def overlapped(run, device, q, kv, dout, ids, extent, lse, delta, dq, dkv, chunk
     """`_backward_in_order` of a single batch entry, with two chunks of rows under way."""
     import torch
 
-    from mcore_patches.ops.sparse_mla.ordering import ROWS_PER_WORD
-    from mcore_patches.ops.sparse_mla.tilelang_builds import head_blocks_of, kernel
+    from mcore_patches.ops.sparse_mla.tilelang_builds import head_blocks_of
+    from mcore_patches.ops.sparse_mla.tilelang_kernels import PartNumbers
 
     heads, width = q.shape[2:]
     rows, topk = ids.shape[1:]
-    keys = kv.shape[1]
     blocks = head_blocks_of(heads, device, width)
-    words = -(-chunk // ROWS_PER_WORD)
-    new = functools.partial(torch.empty, dtype=torch.int32, device=q.device)
-    rings = [
-        {
-            "parts": new(1, chunk * topk * blocks, width, dtype=q.dtype),
-            "slots": new(chunk, topk),
-            "bits": new(words, keys),
-            "before": new(words, keys),
-            "count": new(keys),
-            "ends": new(keys),
-            "times": new(chunk * topk),
-        }
-        for _ in range(2)
-    ]
+    numbers = [PartNumbers(device, width, chunk, topk, kv.shape[1], q.device) for _ in range(2)]
+    parts = q.new_empty(2, 1, chunk * topk * blocks, width)
     main = torch.cuda.current_stream()
-    # Sums and plans go first wherever a processor falls free: what is stored waits for them, and they are short.
-    planning, summing = (torch.cuda.Stream(priority=-1) for _ in range(2))
+    # Sums and numbers go first wherever a processor falls free: what is stored waits for them, and they are short.
+    numbering, summing = (torch.cuda.Stream(priority=-1) for _ in range(2))
     storing = [torch.cuda.Stream() for _ in range(2)]
-    for stream in (planning, summing, *storing):
+    for stream in (numbering, summing, *storing):
         stream.wait_stream(main)
     summed = [torch.cuda.Event() for _ in range(2)]
     for n, start in enumerate(range(0, rows, chunk)):
-        here = (slice(0, 1), slice(start, min(start + chunk, rows)))
-        ring, mine, stored, planned = rings[n % 2], ids[here][0], torch.cuda.Event(), torch.cuda.Event()
-        slot = ring["slots"][: mine.shape[0]]
-        with torch.cuda.stream(planning):
+        here, turn = (slice(0, 1), slice(start, min(start + chunk, rows))), n % 2
+        numbered, stored = torch.cuda.Event(), torch.cuda.Event()
+        with torch.cuda.stream(numbering):
             if n >= 2:
-                planning.wait_event(summed[n % 2])
-            ring["bits"].zero_()
-            ring["times"].zero_()
-            kernel("mark", device, width)(mine, ring["bits"])
-            kernel("rank", device, width)(ring["bits"], ring["before"], ring["count"])
-            torch.cumsum(ring["count"], 0, dtype=torch.int32, out=ring["ends"])
-            kernel("locate", device, width)(
-                mine, ring["bits"], ring["before"], ring["count"], ring["ends"], slot, ring["times"]
-            )
-            planned.record()
-        with torch.cuda.stream(storing[n % 2]):
-            storing[n % 2].wait_event(planned)
+                numbering.wait_event(summed[turn])
+            slots = numbers[turn].number(ids[here][0])
+            numbered.record()
+        with torch.cuda.stream(storing[turn]):
+            storing[turn].wait_event(numbered)
             of_rows = [t[here] for t in (q, dout, ids, extent, lse, delta, dq)]
-            run(of_rows[0], kv, *of_rows[1:3], slot.unsqueeze(0), *of_rows[3:6], SCALE, of_rows[6], ring["parts"])
+            run(of_rows[0], kv, *of_rows[1:3], slots.unsqueeze(0), *of_rows[3:6], SCALE, of_rows[6], parts[turn])
             stored.record()
         with torch.cuda.stream(summing):
             summing.wait_event(stored)
-            add = kernel("sum", device, width, parts_of_entry=blocks)
-            add(ring["parts"][0], ring["count"], ring["ends"], ring["times"], dkv[0])
-            summed[n % 2].record()
-    for stream in (planning, summing, *storing):
+            numbers[turn].add(parts[turn, 0], blocks, dkv[0])
+            summed[turn].record()
+    for stream in (numbering, summing, *storing):
         main.wait_stream(stream)
 
 

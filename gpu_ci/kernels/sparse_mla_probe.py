@@ -323,28 +323,16 @@ def section_time(heads):
 
 
 def plan_times(kernels, device, indices, parts, width, blocks):
-    """Times of the deterministic backward's plan and sum over 512 rows, scaled to all rows."""
+    """Times of the deterministic backward's numbers and sum over 512 rows, scaled to all rows."""
     import torch
 
     rows, topk = 512, indices.shape[-1]
     keys = indices.shape[1]
     mine = indices[0, -528:-16]
-    new = lambda *size: torch.zeros(*size, dtype=torch.int32, device="cuda")  # noqa: E731
-    bits, before, count, slots, times = new(16, keys), new(16, keys), new(keys), new(rows, topk), new(rows * topk)
-    state = {}
-
-    def plan():
-        bits.zero_()
-        times.zero_()
-        kernels.kernel("mark", device, width)(mine, bits)
-        kernels.kernel("rank", device, width)(bits, before, count)
-        state["ends"] = count.cumsum(0, dtype=torch.int32)
-        kernels.kernel("locate", device, width)(mine, bits, before, count, state["ends"], slots, times)
-
+    numbers = kernels.PartNumbers(device, width, rows, topk, keys, indices.device)
     dkv = torch.zeros(keys, width, device="cuda")
-    add = kernels.kernel("sum", device, width, parts_of_entry=blocks)
-    plan_ms = median_ms(plan, 3)
-    sum_ms = median_ms(lambda: add(parts[0], count, state["ends"], times, dkv), 3)
+    plan_ms = median_ms(lambda: numbers.number(mine), 3)
+    sum_ms = median_ms(lambda: numbers.add(parts[0], blocks, dkv), 3)
     scale = keys / rows
     return f" {plan_ms * scale:6.2f} {sum_ms * scale:6.2f}"
 

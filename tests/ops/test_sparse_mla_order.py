@@ -6,10 +6,14 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
+from torch import Tensor
 
 from mcore_patches.ops.device import Device
-from mcore_patches.ops.sparse_mla import ordering
+from mcore_patches.ops.sparse_mla import ordering, tilelang_kernels
 from mcore_patches.ops.sparse_mla.ordering import order_is_faster, rows_in_order
+from tests.ops import kernels_in_torch
+from tests.ops.assertions import assert_identical
 
 H200 = Device("sm_90a", 227 * 1024, 132)
 RESULTS = Path(__file__).parents[2] / "gpu_ci" / "bench" / "results.csv"
@@ -74,3 +78,49 @@ def test_what_numbers_the_parts_is_bounded_too(keys: int, topk: int) -> None:
 def test_more_keys_than_the_bound_leave_a_word_of_rows() -> None:
     assert rows_in_order(10**6, 64, 10**9, 512, 1, 132) == 32
     assert rows_in_order(10, 64, 10**9, 512, 1, 132) == 10
+
+
+KERNELS = {
+    "mark": kernels_in_torch.mark,
+    "rank": kernels_in_torch.rank,
+    "locate": kernels_in_torch.locate,
+    "sum": kernels_in_torch.add_parts,
+}
+
+
+@pytest.mark.parametrize(("rows", "chunk"), [(70, 33), (64, 32), (37, 37), (5, 1)])
+def test_parts_of_all_chunks_are_summed(rows: int, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the launches around kernels in torch; of the backward as much as matters: it stores by slot, and writes dq."""
+    keys, topk, heads, width = 90, 6, 3, 8
+    monkeypatch.setattr(tilelang_kernels, "kernel", lambda name, device, width, **shape: KERNELS[name])
+    monkeypatch.setattr(tilelang_kernels, "head_blocks_of", lambda *_: 1)
+    monkeypatch.setattr(tilelang_kernels, "rows_in_order", lambda *_: chunk)
+    # Whole numbers: sums are exact in any order. Rows repeat ids, and name none.
+    ids = torch.randint(-1, keys, (1, rows, topk), dtype=torch.int32)
+    ids[0, ::4, 1] = ids[0, ::4, 0]
+    q, dout = (torch.randint(-3, 4, (1, rows, heads, width)).bfloat16() for _ in range(2))
+    kv, lse, delta = torch.zeros(1, keys, width).bfloat16(), torch.zeros(1, rows, heads), torch.zeros(1, rows, heads)
+    extent = torch.full((1, rows), topk, dtype=torch.int32)
+    stored: list[int] = []
+
+    def part(q: Tensor, ids: Tensor) -> Tensor:
+        """Of every row and id, the same wherever an id stands twice in a row."""
+        return q.sum(dim=2)[:, :, None] + ids[..., None] % 5
+
+    def run(
+        q: Tensor, kv: Tensor, dout: Tensor, ids: Tensor, slots: Tensor, extent: Tensor, lse: Tensor, delta: Tensor,
+        scale: float, dq: Tensor, parts: Tensor,
+    ) -> None:  # fmt: skip
+        assert q.shape[1] == ids.shape[1] == slots.shape[1] == extent.shape[1] == lse.shape[1] == delta.shape[1]
+        assert torch.equal(slots < 0, ids < 0)
+        dq.copy_(2 * q + dout)
+        parts[0, slots[slots >= 0].long()] = part(q, ids)[slots >= 0].to(parts.dtype)
+        stored.append(ids.shape[1])
+
+    dq, dkv = torch.empty_like(q), torch.zeros(1, keys, width)
+    tilelang_kernels._backward_in_order(run, H200, q, kv, dout, ids, extent, lse, delta, 1.0, dq, dkv, 0)
+    chosen = ids[0] >= 0
+    expected = torch.zeros(keys, width).index_add_(0, ids[0][chosen].long(), part(q, ids)[0][chosen].float())
+    assert_identical("dkv", expected, dkv[0])
+    assert_identical("dq", 2 * q + dout, dq)
+    assert sum(stored) == rows and max(stored) == min(chunk, rows) and len(stored) == -(-rows // chunk)

@@ -230,25 +230,17 @@ def _backward_in_order(
     keys = kv.shape[1]
     head_blocks = head_blocks_of(heads, device, width)
     chunk = rows_in_order(rows, topk, keys, width, head_blocks, device.multiprocessors)
-    words = -(-chunk // ROWS_PER_WORD)
-    new = functools.partial(torch.empty, dtype=torch.int32, device=q.device)
-    parts = new(1, chunk * topk * head_blocks, width, dtype=q.dtype)
-    slots, before, count = new(chunk, topk), new(words, keys), new(keys)
+    parts = torch.empty(1, chunk * topk * head_blocks, width, dtype=q.dtype, device=q.device)
+    numbers = PartNumbers(device, width, chunk, topk, keys, q.device)
     for start in range(0, rows, chunk):
         here = (slice(b, b + 1), slice(start, min(start + chunk, rows)))
-        mine = ids[here][0]
-        bits, times = torch.zeros_like(before), new(chunk * topk).zero_()
-        slot = slots[: mine.shape[0]]
-        kernel("mark", device, width)(mine, bits)
-        kernel("rank", device, width)(bits, before, count)
-        ends = count.cumsum(0, dtype=torch.int32)
-        kernel("locate", device, width)(mine, bits, before, count, ends, slot, times)
+        slots = numbers.number(ids[here][0])
         run(
             q[here],
             kv[b : b + 1],
             dout[here],
             ids[here],
-            slot.unsqueeze(0),
+            slots.unsqueeze(0),
             extent[here],
             lse[here],
             delta[here],
@@ -256,8 +248,37 @@ def _backward_in_order(
             dq[here],
             parts,
         )
-        add = kernel("sum", device, width, parts_of_entry=head_blocks)
-        add(parts[0], count, ends, times, dkv[b])
+        numbers.add(parts[0], head_blocks, dkv[b])
+
+
+class PartNumbers:
+    """Where the ordered backward stores the parts of a chunk of rows, in buffers that serve one chunk at a time.
+
+    `tilelang_ordered` says how parts are numbered.
+    """
+
+    def __init__(self, device: Device, width: int, chunk: int, topk: int, keys: int, where: torch.device) -> None:
+        new = functools.partial(torch.empty, dtype=torch.int32, device=where)
+        words = -(-chunk // ROWS_PER_WORD)
+        self._kernel = functools.partial(kernel, device=device, width=width)
+        self._bits, self._before, self._count = new(words, keys), new(words, keys), new(keys)
+        self._ends, self._slots, self._times = new(keys), new(chunk, topk), new(chunk * topk)
+
+    def number(self, ids: Tensor) -> Tensor:
+        """Slots int32 [rows, K] of the parts of ids [rows, K], at most a chunk of rows; valid until the next call."""
+        slots = self._slots[: len(ids)]
+        self._bits.zero_()
+        self._times.zero_()
+        self._kernel("mark")(ids, self._bits)
+        self._kernel("rank")(self._bits, self._before, self._count)
+        torch.cumsum(self._count, 0, dtype=torch.int32, out=self._ends)
+        self._kernel("locate")(ids, self._bits, self._before, self._count, self._ends, slots, self._times)
+        return slots
+
+    def add(self, parts: Tensor, parts_of_entry: int, dkv: Tensor) -> None:
+        """Add the parts [slots * parts_of_entry, D] that are stored by the last numbers to dkv fp32 [keys, D]."""
+        add = self._kernel("sum", parts_of_entry=parts_of_entry)
+        add(parts, self._count, self._ends, self._times, dkv)
 
 
 def _channels_in_order(dkv: Tensor, device: Device, reduction: str) -> Tensor:
