@@ -270,7 +270,7 @@ def test_gradient_of_index_scores_is_student_less_teacher(
         seen.append(args)
         return indexer_kl(*args, **kwargs)
 
-    monkeypatch.setattr(attention, "indexer_kl", keep)
+    monkeypatch.setattr(attention.indexer_kl, "indexer_kl", keep)
     hidden, table = torch.randn(64, 1, 64, dtype=torch.float64), rotary_table(40, packed=True).double()
     layer(hidden, None, rotary_pos_emb=table, packed_seq_params=packed_params(lengths, room))[0].mul(0).sum().backward()
     ((q_idx, k_blocks, q, k, _, ids, pos, start, block_start),) = seen

@@ -55,8 +55,8 @@ class Selections:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
 
         self.calls = 0
-        self._select = attention.select_blocks
-        monkeypatch.setattr(attention, "select_blocks", self)
+        self._select = attention.block_topk.select_blocks
+        monkeypatch.setattr(attention.block_topk, "select_blocks", self)
 
     def __call__(self, q_idx: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         self.calls += 1
@@ -110,7 +110,7 @@ def test_recomputation_never_selects(monkeypatch: pytest.MonkeyPatch) -> None:
         answers.append(ids.masked_fill(ids == 99, -1))
         return answers[-1]
 
-    monkeypatch.setattr(attention, "select_blocks", select)
+    monkeypatch.setattr(attention.block_topk, "select_blocks", select)
     model = _model(**FULL)
     _loss(model, batch).backward()
     assert len(answers) == 2

@@ -121,8 +121,8 @@ BROKEN_INDEXER = """
 from mcore_patches.demo import qsa
 qsa.PRETRAINING_STEPS = 20
 from mcore_patches.attention.qsa import attention
-right = attention.indexer_kl
-attention.indexer_kl = lambda q_idx, k_blocks, *args, **options: (
+right = attention.indexer_kl.indexer_kl
+attention.indexer_kl.indexer_kl = lambda q_idx, k_blocks, *args, **options: (
     right(q_idx.detach(), k_blocks.detach(), *args, **options) + 0 * (q_idx.sum() + k_blocks.sum())
 )
 """

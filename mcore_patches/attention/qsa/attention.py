@@ -24,12 +24,7 @@ from mcore_patches.attention.qsa.loss import track_loss, training_loss
 from mcore_patches.attention.qsa.rope import Rotations, rotations
 from mcore_patches.attention.qsa.routes import LayerRoutes
 from mcore_patches.attention.qsa.support import Setup, refusal
-from mcore_patches.ops import block_topk as block_topk_op
-from mcore_patches.ops import indexer_kl as indexer_kl_op
-from mcore_patches.ops import sparse_gqa as sparse_gqa_op
-from mcore_patches.ops.block_topk import select_blocks
-from mcore_patches.ops.indexer_kl import indexer_kl
-from mcore_patches.ops.sparse_gqa import sparse_gqa
+from mcore_patches.ops import block_topk, indexer_kl, sparse_gqa
 
 
 class BlockSparseCore(torch.nn.Module):
@@ -57,8 +52,8 @@ class BlockSparseCore(torch.nn.Module):
             keys, values = layout.gather(torch.cat((key, value), dim=1)).chunk(2, dim=1)
         arguments = (query, keys, values, block_ids, layout.rows.pos, layout.rows.start)
         settings: dict[str, Any] = {"scale": self.scale, "block_size": self.block_size}
-        backend = telemetry.count("sparse_gqa", query, *sparse_gqa_op.supports(*arguments, **settings))
-        out, lse = sparse_gqa(*arguments, **settings, backend=backend)
+        backend = telemetry.count("sparse_gqa", query, *sparse_gqa.supports(*arguments, **settings))
+        out, lse = sparse_gqa.sparse_gqa(*arguments, **settings, backend=backend)
         return out, lse, keys
 
 
@@ -177,8 +172,8 @@ class QSASelfAttention(SelfAttention):
                 "reduction": "sum",
                 "tp_group": self.pg_collection.tp,
             }
-            backend = telemetry.count("indexer_kl", q_idx, *indexer_kl_op.supports(*arguments, **settings))
-            kl_sum = indexer_kl(*arguments, **settings, backend=backend)
+            backend = telemetry.count("indexer_kl", q_idx, *indexer_kl.supports(*arguments, **settings))
+            kl_sum = indexer_kl.indexer_kl(*arguments, **settings, backend=backend)
             track_loss(kl_sum, layout.num_valid, self.config, self.global_layer_number, self.pg_collection.cp)
             loss = training_loss(kl_sum, layout.num_valid, self.config, self.pg_collection.cp.size())
             output = AttachIndexerLoss.apply(output, loss, loss_scale)
@@ -277,8 +272,8 @@ class QSASelfAttention(SelfAttention):
                 "ratio": self.indexer.ratio,
                 "topk": max(1, min(blocks_per_query(self.config), layout.most_blocks)),
             }
-            backend = telemetry.count("select_blocks", q_idx, *block_topk_op.supports(*arguments, **settings))
-            ids = select_blocks(*arguments, **settings, tp_group=self.pg_collection.tp, backend=backend)
+            backend = telemetry.count("select_blocks", q_idx, *block_topk.supports(*arguments, **settings))
+            ids = block_topk.select_blocks(*arguments, **settings, tp_group=self.pg_collection.tp, backend=backend)
         self.routes.note(ids, layout)
         return ids
 
