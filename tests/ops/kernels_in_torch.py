@@ -106,11 +106,13 @@ def _bit(row: int) -> int:
     return 1 << place if place < 31 else -(1 << 31)
 
 
-def mark(numbers: Tensor, bits: Tensor) -> None:
+def mark(numbers: Tensor, bits: Tensor, slots: Tensor) -> None:
     for row, chosen in enumerate(numbers.tolist()):
-        for block in chosen:
+        for place, block in enumerate(chosen):
             if block >= 0:
-                bits[row // ROWS_PER_WORD, block] |= _bit(row)
+                word = bits[row // ROWS_PER_WORD]
+                slots[row, place] = word[block] & _bit(row)
+                word[block] |= _bit(row)
 
 
 def _popcounts(bits: Tensor) -> Tensor:
@@ -129,11 +131,11 @@ def locate(
     for row, chosen in enumerate(numbers.tolist()):
         word, below = row // ROWS_PER_WORD, torch.tensor((1 << row % ROWS_PER_WORD) - 1, dtype=torch.int32)
         for place, block in enumerate(chosen):
-            slots[row, place] = -1
+            again, slots[row, place] = int(slots[row, place] != 0), -1
             if block >= 0:
                 lower = _popcounts(bits[word, block] & below)
                 slots[row, place] = ends[block] - count[block] + before[word, block] + lower
-                times[slots[row, place]] += 1
+                times[slots[row, place]] += again
 
 
 def student(

@@ -202,10 +202,10 @@ class _Pairs:
         """The number of each pair of blocks [R, K], -1 where there is none."""
         words = slice(0, -(-len(blocks) // ROWS_PER_WORD))
         bits, before, numbers = self._bits[words].zero_(), self._before[words], self._numbers[: len(blocks)]
-        self._run["mark"](blocks, bits)
+        self._run["mark"](blocks, bits, numbers)
         self._run["rank"](bits, before, self._of_block)
         self._ends = self._of_block.cumsum(0, dtype=torch.int32)
-        self._run["locate"](blocks, bits, before, self._of_block, self._ends, numbers, self._times.zero_())
+        self._run["locate"](blocks, bits, before, self._of_block, self._ends, numbers, self._times.fill_(1))
         return numbers
 
     def add_up(self, q_idx: Tensor, weights: Tensor, dk: Tensor) -> None:

@@ -65,7 +65,8 @@ def row_backward(*, heads: int, kv_heads: int, dim: int, rows: int, block_size: 
             do_shared = T.alloc_shared((cols, dim), dtype)
             k_shared = T.alloc_shared((keys, dim), dtype)
             v_shared = T.alloc_shared((keys, dim), dtype)
-            ds_shared = T.alloc_shared((keys, cols), dtype)
+            # Two slots: the product of the last step may still read the other.
+            ds_shared = T.alloc_shared((2, keys, cols), dtype)
             mask_shared = T.alloc_shared((keys,), "int32")
             token_shared = T.alloc_shared((2, keys), "int32")
             lse_shared = T.alloc_shared((cols,), "float32")
@@ -77,6 +78,7 @@ def row_backward(*, heads: int, kv_heads: int, dim: int, rows: int, block_size: 
             scores = T.alloc_fragment((keys, cols), "float32")
             dp = T.alloc_fragment((keys, cols), "float32")
             acc = T.alloc_fragment((dim, cols), "float32")
+            tokens = T.alloc_local((passes,), "int32")
 
             tx = T.get_thread_binding()
             it = T.alloc_var("int32", init=0)
@@ -133,18 +135,16 @@ def row_backward(*, heads: int, kv_heads: int, dim: int, rows: int, block_size: 
                                 T.barrier_arrive(v_free)
                                 for i, j in T.Parallel(keys, cols):
                                     scores[i, j] = scores[i, j] * (dp[i, j] - delta_shared[j])
-                                T.copy(scores, ds_shared)
+                                T.copy(scores, ds_shared[it % 2, :, :])
+                                T.fence_proxy_async()
+                                T.sync_threads(1, WARPGROUP)
+                                T.wgmma_gemm(k_shared, ds_shared[it % 2, :, :], acc, transpose_A=True, policy=full_row)
                                 for i, j in T.Parallel(keys, cols):
                                     if j < wide:
                                         stored[1, i0 + r, g, t * keys + i, j] = scores[i, j]
-                                T.fence_proxy_async()
-                                T.sync_threads(1, WARPGROUP)
-                                T.wgmma_gemm(k_shared, ds_shared, acc, transpose_A=True, policy=full_row)
                                 T.wait_wgmma(0)
                                 T.barrier_arrive(k_free)
                                 it = it + 1
-                                # The next step writes ds_shared.
-                                T.sync_threads(1, WARPGROUP)
                             for d, j in T.Parallel(dim, cols):
                                 q_shared[j, d] = acc[d, j] * scale
                             T.sync_threads(1, WARPGROUP)
@@ -179,30 +179,31 @@ def row_backward(*, heads: int, kv_heads: int, dim: int, rows: int, block_size: 
                                 if pt < keys:
                                     token_shared[it % 2, pt] = token
                                 T.sync_threads(2, WARPGROUP)
+                                for n in T.unroll(passes // 4):
+                                    for e in T.vectorized(4):
+                                        tokens[4 * n + e] = token_shared[it % 2, pt // lanes * passes + 4 * n + e]
                                 # Ids of the next step, which arrive while keys are fetched.
                                 block = ordered[i0 + r, T.min(slot + entries, topk - 1)]
                                 T.barrier_wait(v_free, (it & 1) ^ 1)
-                                for p in T.unroll(passes):
-                                    key = p * tokens_per_pass + pt // lanes
-                                    source = token_shared[it % 2, key]
+                                for n in T.unroll(passes):
+                                    key = pt // lanes * passes + n
                                     T.ptx_cp_async(
                                         T.access_ptr(v_shared[key, pt % lanes * 8], "w", 8),
-                                        T.access_ptr(v[T.max(source, 0), g, pt % lanes * 8], "r", 8),
+                                        T.access_ptr(v[T.max(tokens[n], 0), g, pt % lanes * 8], "r", 8),
                                         8,
-                                        source >= 0,
+                                        tokens[n] >= 0,
                                     )
                                 T.cp_async_barrier_noinc(v_ready)
                                 T.barrier_wait(k_free, (it & 1) ^ 1)
                                 if pt < keys:
                                     mask_shared[pt] = T.if_then_else(token >= 0, 1, 0)
-                                for p in T.unroll(passes):
-                                    key = p * tokens_per_pass + pt // lanes
-                                    source = token_shared[it % 2, key]
+                                for n in T.unroll(passes):
+                                    key = pt // lanes * passes + n
                                     T.ptx_cp_async(
                                         T.access_ptr(k_shared[key, pt % lanes * 8], "w", 8),
-                                        T.access_ptr(k[T.max(source, 0), g, pt % lanes * 8], "r", 8),
+                                        T.access_ptr(k[T.max(tokens[n], 0), g, pt % lanes * 8], "r", 8),
                                         8,
-                                        source >= 0,
+                                        tokens[n] >= 0,
                                     )
                                 T.barrier_arrive(k_ready)
                                 T.cp_async_barrier_noinc(k_ready)

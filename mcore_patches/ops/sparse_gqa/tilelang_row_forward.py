@@ -12,7 +12,10 @@ import tilelang.language as T
 
 LOG2E = 1.4426950408889634
 LOWEST = -(2.0**30)
+TOLERATED = 16.0  # doublings that a score may be above what probabilities are relative to
 WARPGROUP = 128
+COLS = 16  # heads of a KV head, and zeros: the least width of a matrix read along it
+HEADS = COLS // 4  # of each key that a thread has
 
 
 def row_forward(
@@ -35,14 +38,24 @@ def row_forward(
     here.
     """
     group = heads // kv_heads
-    cols = -(-group // 8) * 8
     entries = keys // block_size
     lanes = dim // 8
     tokens_per_pass = WARPGROUP // lanes
     passes = keys // tokens_per_pass
-    q_passes = -(-cols * lanes // WARPGROUP)
+    q_passes = -(-COLS * lanes // WARPGROUP)
     o_passes = -(-group * lanes // WARPGROUP)
     tq, tk, tiles, topk = T.dynamic("tq"), T.dynamic("tk"), T.dynamic("tiles"), T.dynamic("topk")
+
+    @T.macro
+    def exponentials(score, base, p, scores, p_shared, slot):
+        for n in T.unroll(2 * HEADS):
+            p[n] = T.exp2(score[n] - base[n % HEADS])
+        for i, c in T.Parallel(keys, 4):
+            first = i // 8 % 2 * HEADS
+            for t in T.unroll(2):
+                for e in T.unroll(2):
+                    scores[i, 8 * t + 2 * c + e] = p[first + 2 * t + e]
+        T.copy(scores, p_shared[slot, :, :])
 
     @T.prim_func
     def sparse_gqa_row_forward(
@@ -59,48 +72,56 @@ def row_forward(
         scale: T.float32,
     ):
         with T.Kernel(tiles * kv_heads, threads=2 * WARPGROUP) as program:
-            tile, g = program // kv_heads, program % kv_heads
+            # One KV head after the other: keys and values of both do not stay in the L2 cache.
+            tile = T.alloc_var("int32", init=T.truncmod(program, tiles))
+            g = T.alloc_var("int32", init=T.truncdiv(program, tiles))
             T.annotate_min_blocks_per_sm(blocks_per_sm)
-            q_shared = T.alloc_shared((cols, dim), dtype)
+            q_shared = T.alloc_shared((COLS, dim), dtype)
             k_shared = T.alloc_shared((k_stages, keys, dim), dtype)
             v_shared = T.alloc_shared((v_stages, keys, dim), dtype)
             mask_shared = T.alloc_shared((k_stages, keys), "int32")
             # Two slots: a warp may write the tokens of the next step while another still reads those of this one.
             token_shared = T.alloc_shared((2, keys), "int32")
-            s_shared = T.alloc_shared((cols, keys + 4), "float32")
-            p_shared = T.alloc_shared((cols, keys), dtype)
-            alpha_shared = T.alloc_shared((cols,), "float32")
+            p_shared = T.alloc_shared((2, keys, COLS), dtype)
+            raised = T.alloc_shared((2,), "int32")
+            warps_shared = T.alloc_shared((WARPGROUP // 32, COLS), "float32")
             k_ready = T.alloc_barrier(arrive_count=[2 * WARPGROUP] * k_stages)
             v_ready = T.alloc_barrier(arrive_count=[WARPGROUP] * v_stages)
             k_free = T.alloc_barrier(arrive_count=[WARPGROUP] * k_stages)
             v_free = T.alloc_barrier(arrive_count=[WARPGROUP] * v_stages)
-            scores = T.alloc_fragment((keys, cols), "float32")
-            acc = T.alloc_fragment((dim, cols), "float32")
-            s_row = T.alloc_fragment((cols, keys), "float32")
-            row_max = T.alloc_fragment((cols,), "float32")
-            row_max_old = T.alloc_fragment((cols,), "float32")
-            alpha = T.alloc_fragment((cols,), "float32")
-            row_sum = T.alloc_fragment((cols,), "float32")
-            part = T.alloc_fragment((cols,), "float32")
+            scores = T.alloc_fragment((keys, COLS), "float32")
+            acc = T.alloc_fragment((dim, COLS), "float32")
+            # A thread has two keys of a step and, of each, four heads: 8 * t + 2 * c + e, at 2 * t + e.
+            score = T.alloc_local((2 * HEADS,), "float32")
+            p = T.alloc_local((2 * HEADS,), "float32")
+            base = T.alloc_local((HEADS,), "float32")
+            total = T.alloc_local((HEADS,), "float32")
+            high = T.alloc_local((HEADS,), "float32")
+            factor = T.alloc_local((HEADS,), "float32")
+            over = T.alloc_local((1,), "float32")
+            tokens = T.alloc_local((passes,), "int32")
 
             tx = T.get_thread_binding()
             it = T.alloc_var("int32", init=0)
 
             if count[tile] < 0:
                 if tx < WARPGROUP:
+                    # No step has number 0; the first row's barrier comes before any look.
+                    if tx < 2:
+                        raised[tx] = 0
                     for r in T.serial(rows):
                         row = tile * rows + r
                         if row < tq:
                             tail = T.if_then_else(row_pos[row] < 0, 0, (row_pos[row] + 1) % block_size)
                             steps = T.ceildiv(row_count[row] + T.if_then_else(tail > 0, 1, 0), entries)
-                            for p in T.unroll(q_passes):
-                                if p * WARPGROUP + tx < cols * lanes:
+                            for n in T.unroll(q_passes):
+                                if n * WARPGROUP + tx < COLS * lanes:
                                     T.ptx_cp_async(
-                                        T.access_ptr(q_shared[(p * WARPGROUP + tx) // lanes, tx % lanes * 8], "w", 8),
+                                        T.access_ptr(q_shared[(n * WARPGROUP + tx) // lanes, tx % lanes * 8], "w", 8),
                                         T.access_ptr(
                                             q[
                                                 row,
-                                                g * group + T.min((p * WARPGROUP + tx) // lanes, group - 1),
+                                                g * group + T.min((n * WARPGROUP + tx) // lanes, group - 1),
                                                 tx % lanes * 8,
                                             ],
                                             "r",
@@ -113,8 +134,9 @@ def row_forward(
                             T.fence_proxy_async()
                             T.sync_threads(1, WARPGROUP)
                             T.fill(acc, 0)
-                            T.fill(row_sum, 0)
-                            T.fill(row_max, LOWEST)
+                            for n in T.unroll(HEADS):
+                                base[n] = LOWEST
+                                total[n] = 0
                             for _t in T.serial(steps):
                                 ks = it % k_stages
                                 vs = it % v_stages
@@ -128,60 +150,86 @@ def row_forward(
                                     policy=T.GemmWarpPolicy.FullRow,
                                 )
                                 T.wait_wgmma(0)
-                                for i, j in T.Parallel(keys, cols):
-                                    s_shared[j, i] = T.if_then_else(
-                                        mask_shared[ks, i] != 0, scores[i, j], -T.infinity("float32")
-                                    )
+                                for i, c in T.Parallel(keys, 4):
+                                    first = i // 8 % 2 * HEADS
+                                    seen = mask_shared[ks, i] != 0
+                                    for t in T.unroll(2):
+                                        for e in T.unroll(2):
+                                            score[first + 2 * t + e] = T.if_then_else(
+                                                seen, scores[i, 8 * t + 2 * c + e] * scale, -T.infinity("float32")
+                                            )
                                 T.barrier_arrive(k_free[ks])
-                                T.copy(row_max, row_max_old)
-                                T.sync_threads(1, WARPGROUP)
-                                T.copy(s_shared[:, 0:keys], s_row)
-                                T.reduce_max(s_row, row_max, dim=1, clear=False)
-                                for j in T.Parallel(cols):
-                                    alpha[j] = T.exp2((row_max_old[j] - row_max[j]) * scale)
-                                for j, i in T.Parallel(cols, keys):
-                                    s_row[j, i] = T.exp2(s_row[j, i] * scale - row_max[j] * scale)
-                                T.reduce_sum(s_row, part, dim=1)
-                                for j in T.Parallel(cols):
-                                    row_sum[j] = row_sum[j] * alpha[j] + part[j]
-                                T.copy(alpha, alpha_shared)
-                                T.copy(s_row, p_shared)
+                                over[0] = LOWEST
+                                for n in T.unroll(HEADS):
+                                    over[0] = T.max(over[0], T.max(score[n], score[HEADS + n]) - base[n])
+                                if over[0] > TOLERATED:
+                                    raised[it % 2] = it + 1
+                                exponentials(score, base, p, scores, p_shared, it % 2)
                                 T.fence_proxy_async()
                                 T.sync_threads(1, WARPGROUP)
-                                for d, j in T.Parallel(dim, cols):
-                                    acc[d, j] *= alpha_shared[j]
+                                raised_in = raised[it % 2]
+                                if raised_in == it + 1:
+                                    for n in T.unroll(HEADS):
+                                        high[n] = T.max(score[n], score[HEADS + n])
+                                        for b in T.unroll(3):
+                                            high[n] = T.max(high[n], T.shfl_xor(high[n], 4 << b))
+                                    if tx % 32 < 4:
+                                        for n in T.unroll(HEADS):
+                                            warps_shared[tx // 32, n // 2 * 8 + tx % 4 * 2 + n % 2] = high[n]
+                                    T.sync_threads(1, WARPGROUP)
+                                    for n in T.unroll(HEADS):
+                                        high[n] = base[n]
+                                        for w in T.unroll(WARPGROUP // 32):
+                                            high[n] = T.max(high[n], warps_shared[w, n // 2 * 8 + tx % 4 * 2 + n % 2])
+                                        factor[n] = T.exp2(base[n] - high[n])
+                                        base[n] = high[n]
+                                        total[n] *= factor[n]
+                                    for d, c in T.Parallel(dim, 4):
+                                        for t in T.unroll(2):
+                                            for e in T.unroll(2):
+                                                acc[d, 8 * t + 2 * c + e] *= factor[2 * t + e]
+                                    exponentials(score, base, p, scores, p_shared, it % 2)
+                                    T.fence_proxy_async()
+                                    T.sync_threads(1, WARPGROUP)
                                 T.barrier_wait(v_ready[vs], (it // v_stages) & 1)
                                 T.wgmma_gemm(
                                     v_shared[vs, :, :],
-                                    p_shared,
+                                    p_shared[it % 2, :, :],
                                     acc,
                                     transpose_A=True,
-                                    transpose_B=True,
                                     policy=T.GemmWarpPolicy.FullRow,
                                 )
+                                for n in T.unroll(HEADS):
+                                    total[n] += p[n] + p[HEADS + n]
                                 T.wait_wgmma(0)
                                 T.barrier_arrive(v_free[vs])
                                 it = it + 1
-                            for j in T.Parallel(cols):
-                                alpha[j] = T.if_then_else(row_sum[j] > 0, 1.0 / row_sum[j], 0)
+                            for n in T.unroll(HEADS):
+                                for b in T.unroll(3):
+                                    total[n] += T.shfl_xor(total[n], 4 << b)
+                            if tx % 32 < 4:
+                                for n in T.unroll(HEADS):
+                                    warps_shared[tx // 32, n // 2 * 8 + tx % 4 * 2 + n % 2] = total[n]
                             T.sync_threads(1, WARPGROUP)
-                            T.copy(alpha, alpha_shared)
-                            for j in T.Parallel(cols):
-                                if j < group:
-                                    lse[row, g * group + j] = T.if_then_else(
-                                        row_sum[j] > 0,
-                                        (T.log2(row_sum[j]) + row_max[j] * scale) / LOG2E,
-                                        -T.infinity("float32"),
+                            for n in T.unroll(HEADS):
+                                total[n] = 0
+                                for w in T.unroll(WARPGROUP // 32):
+                                    total[n] += warps_shared[w, n // 2 * 8 + tx % 4 * 2 + n % 2]
+                                factor[n] = T.if_then_else(total[n] > 0, 1.0 / total[n], 0)
+                                if tx < 4 and n // 2 * 8 + tx * 2 + n % 2 < group:
+                                    lse[row, g * group + n // 2 * 8 + tx * 2 + n % 2] = T.if_then_else(
+                                        total[n] > 0, (T.log2(total[n]) + base[n]) / LOG2E, -T.infinity("float32")
                                     )
+                            for d, c in T.Parallel(dim, 4):
+                                for t in T.unroll(2):
+                                    for e in T.unroll(2):
+                                        q_shared[8 * t + 2 * c + e, d] = acc[d, 8 * t + 2 * c + e] * factor[2 * t + e]
                             T.sync_threads(1, WARPGROUP)
-                            for d, j in T.Parallel(dim, cols):
-                                q_shared[j, d] = acc[d, j] * alpha_shared[j]
-                            T.sync_threads(1, WARPGROUP)
-                            for p in T.unroll(o_passes):
-                                if p * WARPGROUP + tx < group * lanes:
+                            for n in T.unroll(o_passes):
+                                if n * WARPGROUP + tx < group * lanes:
                                     for e in T.vectorized(8):
-                                        out[row, g * group + (p * WARPGROUP + tx) // lanes, tx % lanes * 8 + e] = (
-                                            q_shared[(p * WARPGROUP + tx) // lanes, tx % lanes * 8 + e]
+                                        out[row, g * group + (n * WARPGROUP + tx) // lanes, tx % lanes * 8 + e] = (
+                                            q_shared[(n * WARPGROUP + tx) // lanes, tx % lanes * 8 + e]
                                         )
                             T.sync_threads(1, WARPGROUP)
                 else:
@@ -212,28 +260,29 @@ def row_forward(
                                     mask_shared[ks, pt] = T.if_then_else(token >= 0, 1, 0)
                                     token_shared[it % 2, pt] = token
                                 T.sync_threads(2, WARPGROUP)
+                                for n in T.unroll(passes // 4):
+                                    for e in T.vectorized(4):
+                                        tokens[4 * n + e] = token_shared[it % 2, pt // lanes * passes + 4 * n + e]
                                 # Ids of the next step, which arrive while keys are fetched.
                                 block = block_ids[row, T.min(slot + entries, topk - 1)]
-                                for p in T.unroll(passes):
-                                    key = p * tokens_per_pass + pt // lanes
-                                    source = token_shared[it % 2, key]
+                                for n in T.unroll(passes):
+                                    key = pt // lanes * passes + n
                                     T.ptx_cp_async(
                                         T.access_ptr(k_shared[ks, key, pt % lanes * 8], "w", 8),
-                                        T.access_ptr(k[T.max(source, 0), g, pt % lanes * 8], "r", 8),
+                                        T.access_ptr(k[T.max(tokens[n], 0), g, pt % lanes * 8], "r", 8),
                                         8,
-                                        source >= 0,
+                                        tokens[n] >= 0,
                                     )
                                 T.barrier_arrive(k_ready[ks])
                                 T.cp_async_barrier_noinc(k_ready[ks])
                                 T.barrier_wait(v_free[vs], ((it // v_stages) & 1) ^ 1)
-                                for p in T.unroll(passes):
-                                    key = p * tokens_per_pass + pt // lanes
-                                    source = token_shared[it % 2, key]
+                                for n in T.unroll(passes):
+                                    key = pt // lanes * passes + n
                                     T.ptx_cp_async(
                                         T.access_ptr(v_shared[vs, key, pt % lanes * 8], "w", 8),
-                                        T.access_ptr(v[T.max(source, 0), g, pt % lanes * 8], "r", 8),
+                                        T.access_ptr(v[T.max(tokens[n], 0), g, pt % lanes * 8], "r", 8),
                                         8,
-                                        source >= 0,
+                                        tokens[n] >= 0,
                                     )
                                 T.cp_async_barrier_noinc(v_ready[vs])
                                 it = it + 1

@@ -12,6 +12,7 @@ from mcore_patches.ops.sparse_mla.tilelang_scatter import (
     ELEMENTS,
     KEYS_PER_BLOCK,
     PIECE,
+    STORE_ONCE,
     element_type,
     group,
     place_type,
@@ -46,6 +47,7 @@ def backward_kernel(width: int, value_width: int, reduction: str, strided: bool 
     kv_strides = [T.dynamic(f"kv_stride_{n}", "int64") for n in range(2)]
     HB, KB, HT = HEADS_PER_BLOCK, KEYS_PER_BLOCK, head_rows
     tail = width - value_width
+    late = tail == 0 and reduction == "atomic"  # else registers do not suffice, or it does not pay
     dtype, accum = T.bfloat16, T.float32
 
     q_type: Any = T.Tensor([batch, rows, heads, width], dtype)
@@ -83,7 +85,7 @@ def backward_kernel(width: int, value_width: int, reduction: str, strided: bool 
         DQ: T.Tensor([batch, rows, heads, width], dtype),
         DKV: T.Tensor([batch, slots, width], dkv_dtype),
     ):
-        with T.Kernel(rows * T.ceildiv(heads, HB), batch, threads=384) as (x, b):
+        with T.Kernel(rows * T.ceildiv(heads, HB), batch, threads=384, prelude=STORE_ONCE) as (x, b):
             q_shared = T.alloc_shared([HB, width], dtype)
             do_shared = T.alloc_shared([HB, value_width], dtype)
             kv_shared = T.alloc_shared([KB, width], dtype)
@@ -120,7 +122,8 @@ def backward_kernel(width: int, value_width: int, reduction: str, strided: bool 
             pds_free = T.alloc_barrier(arrive_count=256)
 
             head_blocks = T.ceildiv(heads, HB)
-            row = T.alloc_var(T.int32, init=T.truncdiv(x, head_blocks))
+            # The last row first: where rows see what is before them, short ones fill the last wave.
+            row = T.alloc_var(T.int32, init=rows - 1 - T.truncdiv(x, head_blocks))
             head_block = T.truncmod(x, head_blocks)
             h0 = T.alloc_var(T.int32, init=head_block * HB)
             blocks = T.ceildiv(Extent[b, row], KB)
@@ -140,12 +143,20 @@ def backward_kernel(width: int, value_width: int, reduction: str, strided: bool 
                         )
                 T.fill(dq_0, 0)
                 T.fill(dq_1, 0)
+                if late:
+                    T.fill(left_0, 0)
+                    for pair in T.unroll(2):
+                        even_left[pair] = -1
+                        odd_left[pair] = -1
                 T.barrier_wait(q_ready, 0)
                 for i in T.serial(blocks):
                     T.barrier_wait(kv_ready, i & 1)
                     for h, k in T.Parallel(HB, KB):
                         score[h, k] = T.if_then_else(targets[i & 1, k] >= 0, 0.0, -T.infinity(accum))
                     T.wgmma_gemm(q_shared, kv_shared, score, transpose_B=True)
+                    if late:
+                        # The last piece of the keys before, of which the first time there are none.
+                        scatter(DKV, b, even_left, odd_left, left_0, mine_left, first_left, second_left, 192)
                     T.wait_wgmma(0)
                     for h, k in T.Parallel(HB, KB):
                         score[h, k] = T.exp2(score[h, k] * log2_scale - lse[h])
@@ -175,6 +186,9 @@ def backward_kernel(width: int, value_width: int, reduction: str, strided: bool 
                     multiply(left_0, 192, p_shared, ds_shared, do_shared, q_shared)
                     T.wait_wgmma(0)
                     T.barrier_arrive(pds_free)
+                    if not late:
+                        scatter(DKV, b, even_left, odd_left, left_0, mine_left, first_left, second_left, 192)
+                if late:
                     scatter(DKV, b, even_left, odd_left, left_0, mine_left, first_left, second_left, 192)
                 T.barrier_wait(pds_free, (blocks & 1) ^ 1)
                 T.copy(dq_0, q_shared[:, 0:128])

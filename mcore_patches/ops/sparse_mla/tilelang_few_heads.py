@@ -17,6 +17,7 @@ from mcore_patches.ops.sparse_mla.tilelang_scatter import (
     ELEMENTS,
     KEYS_PER_BLOCK,
     PIECE,
+    STORE_ONCE,
     element_type,
     group,
     place_type,
@@ -142,7 +143,7 @@ def backward_kernel(width: int, value_width: int, reduction: str, strided: bool 
         DQ: T.Tensor([batch, rows, heads, width], dtype),
         DKV: T.Tensor([batch, slots, width], dkv_dtype),
     ):
-        with T.Kernel(rows, batch, threads=384) as (row, b):
+        with T.Kernel(rows, batch, threads=384, prelude=STORE_ONCE) as (row, b):
             q_shared = T.alloc_shared([HR, width], dtype)
             do_shared = T.alloc_shared([HR, value_width], dtype)
             kv_shared = T.alloc_shared([GROUPS, KB, width], dtype)

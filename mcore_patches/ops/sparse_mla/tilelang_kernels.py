@@ -268,8 +268,8 @@ class PartNumbers:
         """Slots int32 [rows, K] of the parts of ids [rows, K], at most a chunk of rows; valid until the next call."""
         slots = self._slots[: len(ids)]
         self._bits.zero_()
-        self._times.zero_()
-        self._kernel("mark")(ids, self._bits)
+        self._times.fill_(1)
+        self._kernel("mark")(ids, self._bits, slots)
         self._kernel("rank")(self._bits, self._before, self._count)
         torch.cumsum(self._count, 0, dtype=torch.int32, out=self._ends)
         self._kernel("locate")(ids, self._bits, self._before, self._count, self._ends, slots, self._times)

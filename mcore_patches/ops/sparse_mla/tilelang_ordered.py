@@ -22,11 +22,19 @@ CHANNELS_PER_THREAD = 8  # 16 bytes of a part
 
 
 def mark_kernel():
-    """Builds the prim_func that sets bit row % 32 of Bits[row // 32, key], zero before, for each key of each row."""
+    """Builds the prim_func that sets bit row % 32 of Bits[row // 32, key], zero before, for each key of each row.
+
+    Slots[row, k] is 0 for the first place that names a key in its row, whichever comes first, and not 0 for others;
+    it is not written for ids to ignore.
+    """
     rows, topk, words, keys = (T.dynamic(n) for n in ("rows", "topk", "words", "keys"))
 
     @T.prim_func
-    def sparse_mla_mark(Indices: T.Tensor([rows, topk], T.int32), Bits: T.Tensor([words, keys], T.int32)):
+    def sparse_mla_mark(
+        Indices: T.Tensor([rows, topk], T.int32),
+        Bits: T.Tensor([words, keys], T.int32),
+        Slots: T.Tensor([rows, topk], T.int32),
+    ):
         with T.Kernel(rows, threads=THREADS) as row:
             tx = T.get_thread_binding()
             for i in T.serial(T.ceildiv(topk, THREADS)):
@@ -34,7 +42,10 @@ def mark_kernel():
                 if k < topk:
                     key = Indices[row, k]
                     if key >= 0 and key < keys:
-                        T.atomic_or(Bits[row // ROWS_PER_WORD, key], T.shift_left(1, row % ROWS_PER_WORD))
+                        bit = T.shift_left(1, row % ROWS_PER_WORD)
+                        # T.atomic_or does not tell what was there.
+                        word = T.address_of(Bits[row // ROWS_PER_WORD, key])
+                        Slots[row, k] = T.bitwise_and(T.call_extern("int32", "atomicOr", word, bit), bit)
 
     return sparse_mla_mark
 
@@ -65,7 +76,8 @@ def rank_kernel():
 def locate_kernel():
     """Builds the prim_func of Slots[row, k] = the entry's number, -1 for an id to ignore, and of its multiplicity.
 
-    Ends[key] is the number of entries of the keys up to and including `key`; Times must be zero before.
+    Slots is what mark left there. Ends[key] is the number of entries of the keys up to and including `key`. Times must
+    be 1 before, so that what stands once in its row, nearly everything, need not be counted.
     """
     rows, topk, words, keys, entries = (T.dynamic(n) for n in ("rows", "topk", "words", "keys", "entries"))
 
@@ -90,13 +102,15 @@ def locate_kernel():
                     key = Indices[row, k]
                     slot[0] = -1
                     if key >= 0 and key < keys:
+                        again = Slots[row, k]
                         slot[0] = (
                             Ends[key]
                             - Count[key]
                             + Before[word, key]
                             + T.cast(T.popcount(T.cast(T.bitwise_and(Bits[word, key], below), T.uint32)), T.int32)
                         )
-                        T.atomic_add(Times[slot[0]], 1)
+                        if again != 0:
+                            T.atomic_add(Times[slot[0]], 1)
                     Slots[row, k] = slot[0]
 
     return sparse_mla_locate

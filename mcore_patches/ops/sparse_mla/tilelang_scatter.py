@@ -15,6 +15,14 @@ LANES_OF_KEY = 4  # of a warp, that hold one row of an accumulator: a quad
 ELEMENTS = KEYS_PER_BLOCK * PIECE // 128  # of a piece that a thread has
 REDUCTIONS = ("atomic", "store")
 
+# C++ of a store whose line leaves the L2 cache first: nobody reads parts until all of a chunk are there, by when they
+# have left it anyway, and keys stay in their place.
+STORE_ONCE = """
+__device__ __forceinline__ void store_16_bytes_once(void* to, const void* from) {
+  __stcs(static_cast<uint4*>(to), *static_cast<const uint4*>(from));
+}
+"""
+
 
 def group(reduction: str) -> int:
     """Channels that are reordered together: what a quad of threads writes with 16 bytes each.
@@ -61,38 +69,51 @@ def scattering(reduction: str) -> tuple[Any, Any]:
         return T.if_then_else(target >= 0, row * width + T.cast(channel_of_thread(), T.int64), T.int64(-1))
 
     @T.macro
-    def write(DKV, b, place, channel, values, start):
+    def add(DKV, place, channel, values, start):
         if place >= 0:
-            if reduction == "atomic":
-                T.atomic_addx4(DKV[0, 0, place + channel], values[start])
-            else:
-                DKV[b, place, T.Ramp(channel + channel_of_thread(), 1, run)] = values[T.Ramp(start, 1, run)]
+            T.atomic_addx4(DKV[0, 0, place + channel], values[start])
 
     @T.macro
-    def scatter(DKV, b, even, odd, piece, mine, first, second, column):
-        # Two neighbouring keys lie four lanes apart. Their lanes swap halves, so that eight lanes write one line of 128
+    def scatter_sums(DKV, b, even, odd, piece, mine, first, second, column):
+        # Two neighbouring keys lie four lanes apart. Their lanes swap halves, so that eight lanes add to one line of 128
         # bytes at once, of the even key first and then of the odd one: by half lines it takes a fifth longer.
-        # All swaps come before the first addition: they go through the same queue, and would wait behind it. What is
-        # stored is swapped a pair at a time, since registers do not suffice for all.
+        # All swaps come before the first addition: they go through the same queue, and would wait behind it.
         for k, g, c in T.Parallel(KEYS_PER_BLOCK, groups, 4):
             for t in T.unroll(2 * columns_of_group // WGMMA_COLUMNS):
                 for e in T.unroll(2):
                     mine[2 * t + e] = piece[k, 2 * g * columns_of_group + t * WGMMA_COLUMNS + 2 * c + e]
             pair = k // 8 % 2
-            start = (pair * groups + g) * run if reduction == "atomic" else 0
+            start = (pair * groups + g) * run
             for j in T.unroll(run):
                 other = T.shfl_xor(T.if_then_else(k % 2 == 0, mine[run + j], mine[j]), LANES_OF_KEY)
-                first[start + j] = T.cast(T.if_then_else(k % 2 == 0, mine[j], other), dtype)
-                second[start + j] = T.cast(T.if_then_else(k % 2 == 0, other, mine[run + j]), dtype)
-            if reduction == "store":
-                write(DKV, b, even[pair], column + 2 * g * columns_of_group, first, 0)
-                write(DKV, b, odd[pair], column + 2 * g * columns_of_group, second, 0)
-        if reduction == "atomic":
-            for pair in T.unroll(2):
-                for g in T.unroll(groups):
-                    write(DKV, b, even[pair], column + 2 * g * columns_of_group, first, (pair * groups + g) * run)
-                for g in T.unroll(groups):
-                    write(DKV, b, odd[pair], column + 2 * g * columns_of_group, second, (pair * groups + g) * run)
+                first[start + j] = T.if_then_else(k % 2 == 0, mine[j], other)
+                second[start + j] = T.if_then_else(k % 2 == 0, other, mine[run + j])
+        for pair in T.unroll(2):
+            for g in T.unroll(groups):
+                add(DKV, even[pair], column + 2 * g * columns_of_group, first, (pair * groups + g) * run)
+            for g in T.unroll(groups):
+                add(DKV, odd[pair], column + 2 * g * columns_of_group, second, (pair * groups + g) * run)
+
+    @T.macro
+    def scatter_parts(DKV, b, even, odd, piece, mine, first, second, column):
+        # Stores need no whole lines: each lane stores what it has of its own key.
+        for k, g, c in T.Parallel(KEYS_PER_BLOCK, groups, 4):
+            for t in T.unroll(2 * columns_of_group // WGMMA_COLUMNS):
+                for e in T.unroll(2):
+                    mine[2 * t + e] = piece[k, 2 * g * columns_of_group + t * WGMMA_COLUMNS + 2 * c + e]
+            pair = k // 8 % 2
+            key = T.if_then_else(k % 2 == 0, even[pair], odd[pair])
+            for j in T.unroll(2 * run):
+                first[j] = T.cast(mine[j], dtype)
+            if key >= 0:
+                for half in T.unroll(2):
+                    channel = column + (2 * g + half) * columns_of_group + T.get_thread_binding() % LANES_OF_KEY * run
+                    T.call_extern(
+                        "handle",
+                        "store_16_bytes_once",
+                        T.address_of(DKV[b, key, channel]),
+                        T.address_of(first[half * run]),
+                    )
 
     @T.macro
     def copy_targets(DKV, b, targets, stage, even, odd):
@@ -101,4 +122,4 @@ def scattering(reduction: str) -> tuple[Any, Any]:
             even[pair] = place(DKV, b, targets[stage, key + 8 * pair])
             odd[pair] = place(DKV, b, targets[stage, key + 8 * pair + 1])
 
-    return scatter, copy_targets
+    return scatter_sums if reduction == "atomic" else scatter_parts, copy_targets
