@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import zlib
 from collections.abc import Iterator
 from typing import Any
@@ -253,6 +254,21 @@ def test_a_block_that_every_query_picks(limit: int | None) -> None:
     ids[:, 0] = 3
     ids[:, 1] = torch.where(ids[:, 1] == 3, -1, ids[:, 1])
     check(inputs.reference(), inputs.launch(limit))
+
+
+@pytest.mark.parametrize("falling", [False, True])
+def test_scores_that_rise_along_a_row(falling: bool) -> None:
+    """By a doubling every 64 keys: what probabilities are relative to has to follow while the keys before still count."""
+    inputs = Inputs.random(Case(budget=2048, lengths=(2300,), kind="random"))
+    doublings = torch.arange(len(inputs.k), device="cuda")[:, None, None] / 64
+    q = 1 + 0.05 * inputs.q
+    k = doublings * math.log(2) / inputs.case.dim**0.5 + 0.05 * inputs.k
+    ids = inputs.rows.block_ids.sort(dim=1, descending=falling).values
+    rows = dataclasses.replace(inputs.rows, block_ids=ids.contiguous())
+    inputs = dataclasses.replace(inputs, q=q.bfloat16(), k=k.bfloat16(), rows=rows)
+    reference = inputs.reference()
+    check(reference, inputs.launch(limit=0))
+    check(reference, inputs.launch(limit=2 * (inputs.case.topk + 1)))
 
 
 def test_several_chunks(monkeypatch: pytest.MonkeyPatch) -> None:

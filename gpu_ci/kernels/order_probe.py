@@ -1,6 +1,6 @@
 """Atomic and ordered backward of sparse MLA side by side, by length, and where the ordered one spends its time.
 
-    python gpu_ci/kernels/order_probe.py [--heads 64,16,128] [--widths 576,512] [--rows 16384,32768,49152]
+    python -m gpu_ci.kernels.order_probe [--save] [--heads 64,16,128] [--widths 576,512] [--rows 16384,32768,49152]
 
 `mcore_patches.ops.sparse_mla.ordering` takes its limits from this. Prints milliseconds of both, their ratio, the size
 of the fp32 dKV, and milliseconds of the ordered one's kernels. Under two minutes on one H200 with kernels built.
@@ -9,11 +9,8 @@ of the fp32 dKV, and milliseconds of the ordered one's kernels. Under two minute
 import argparse
 import functools
 import itertools
-import sys
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
+from gpu_ci.bench import results
 from gpu_ci.kernels.sparse_mla_probe import inputs, median_ms, random_causal
 
 SCALE, TOPK = 0.04, 2048
@@ -43,10 +40,17 @@ def measure(rows, heads, width, ids):
     parts = ", ".join(f"{name} {ms:.2f}" for name, ms in by_kernel(lambda: backward(ordered=True)).items())
     print(f"T{rows} H{heads} D{width}: atomic {atomic:.2f}, ordered {ordered:.2f}, {ordered / atomic:.3f}", end="")
     print(f" ({mib:.0f} MiB)  {parts}", flush=True)
+    case = f"T{rows}-H{heads}-D{width}-K{TOPK}"
+    return [
+        results.row("order_probe", case, "ours, atomic: backward", atomic, "ms"),
+        results.row("order_probe", case, "ours, deterministic: backward", ordered, "ms"),
+        results.row("order_probe", case, "backward, deterministic / atomic", ordered / atomic, ""),
+    ]
 
 
 def main():
     parser = argparse.ArgumentParser()
+    parser.add_argument("--save", action="store_true", help="write the figures to results.csv")
     parser.add_argument("--heads", default="64,16,128")
     parser.add_argument("--widths", default="576,512")
     parser.add_argument("--rows", default="16384,32768,49152")
@@ -56,7 +60,9 @@ def main():
     for rows in map(int, options.rows.split(",")):
         ids = random_causal(rows, TOPK)[None]
         for width, heads in shapes:
-            measure(rows, heads, width, ids)
+            figures = measure(rows, heads, width, ids)
+            if options.save:
+                results.save(figures)
 
 
 if __name__ == "__main__":

@@ -6,13 +6,17 @@ Gathering keys and values bounds this kernel, so the product is turned round to 
 ``K Q^T`` (64 keys by ``group`` heads) and the output ``V^T P^T`` (``dim`` by ``group``), the keys and values being the
 64-row operand and the few heads the narrow one. One block walks the rows of a tile, so that the gather of the next row
 starts while the last one ends.
+
+What a block does between two gathers has to be short. So probabilities are 2^(score - base) with a base that stays until a
+score exceeds it by `TOLERATED`, in place of the maximum so far: a step then needs no reduction over its keys and one
+barrier, at which a thread with such a score calls for a new base. Any base gives the same output, up to rounding.
 """
 
 import tilelang.language as T
 
 LOG2E = 1.4426950408889634
 LOWEST = -(2.0**30)
-TOLERATED = 16.0  # doublings that a score may be above what probabilities are relative to
+TOLERATED = 16.0  # in doublings; bf16 and fp32 keep their precision at 2^16, and sums of it are far from overflow
 WARPGROUP = 128
 COLS = 16  # heads of a KV head, and zeros: the least width of a matrix read along it
 HEADS = COLS // 4  # of each key that a thread has
@@ -159,6 +163,7 @@ def row_forward(
                                                 seen, scores[i, 8 * t + 2 * c + e] * scale, -T.infinity("float32")
                                             )
                                 T.barrier_arrive(k_free[ks])
+                                # Nobody knows yet whether another thread calls, so these may be in vain.
                                 over[0] = LOWEST
                                 for n in T.unroll(HEADS):
                                     over[0] = T.max(over[0], T.max(score[n], score[HEADS + n]) - base[n])

@@ -8,10 +8,12 @@ BY_ITSELF = True
 """Set it to False to keep atomics wherever no order is asked for: less memory, and sums of fp32 parts."""
 
 # An fp32 dKV above this leaves a Hopper's L2 cache (50 MB) too often for atomics: storing parts and adding them up is
-# faster. Interpolated between dKVs of 38 and 151 MB, all measured with 2048 ids a row (gpu_ci/kernels/NOTES.md). Twice
-# the blocks of heads are twice the parts to store, so there atomics win for longer.
+# faster. Measured at 32k and 48k tokens with 2048 ids a row (gpu_ci/kernels/NOTES.md): the ratio of both crosses 1 at
+# 55 to 58 MiB with 16 heads and at 94 with 64; with 128, where there are twice the parts, straight lines do beyond 130.
+MOST_ATOMIC_BYTES_OF_FEW_HEADS = 60 * 2**20
 MOST_ATOMIC_BYTES = 96 * 2**20
 MOST_ATOMIC_BYTES_OF_MANY_HEADS = 144 * 2**20
+FEW_HEADS = 16  # have a backward of their own, which adds faster than the L2 cache takes it
 MANY_HEADS = 65  # more than one block of the Hopper backward
 # Ordering looks at every key once a chunk of rows, so keys must be used this often on average. Not measured.
 USES_OF_A_KEY = 4
@@ -27,6 +29,8 @@ def order_is_faster(device: Device, rows: int, topk: int, keys: int, width: int,
     Measured on Hopper only, so other GPUs take atomics.
     """
     most = MOST_ATOMIC_BYTES_OF_MANY_HEADS if heads >= MANY_HEADS else MOST_ATOMIC_BYTES
+    if heads <= FEW_HEADS:
+        most = MOST_ATOMIC_BYTES_OF_FEW_HEADS
     often = rows * topk >= USES_OF_A_KEY * keys
     return BY_ITSELF and device.arch == HOPPER and 4 * keys * width > most and often
 

@@ -46,7 +46,7 @@ def scattering(reduction: str) -> tuple[Any, Any]:
     """Macros (scatter, copy_targets).
 
     scatter(DKV, b, even, odd, piece, mine, first, second, column) adds or stores `piece` [64 keys, 64 channels from
-    `column`] of batch entry b. A thread has channels of two pairs of keys: even, odd [2] tell where the even and the
+    `column`] of batch entry b; a kernel that stores needs `STORE_ONCE` as its prelude. A thread has channels of two pairs of keys: even, odd [2] tell where the even and the
     odd key of each are, negative for nowhere, as copy_targets(DKV, b, targets, stage, even, odd) takes them from
     `targets` [stages, 64], keys of DKV. Local are even and odd of `place_type`, mine [2 * run], and first and second
     [`ELEMENTS` // 2]; run = group // 4.
