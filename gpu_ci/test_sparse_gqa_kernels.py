@@ -258,7 +258,7 @@ def test_a_block_that_every_query_picks(limit: int | None) -> None:
 
 @pytest.mark.parametrize("falling", [False, True])
 def test_scores_that_rise_along_a_row(falling: bool) -> None:
-    """By a doubling every 64 keys: what probabilities are relative to has to follow while the keys before still count."""
+    """By a doubling every 64 keys: what probabilities are relative to has to follow, keys before still count."""
     inputs = Inputs.random(Case(budget=2048, lengths=(2300,), kind="random"))
     doublings = torch.arange(len(inputs.k), device="cuda")[:, None, None] / 64
     q = 1 + 0.05 * inputs.q

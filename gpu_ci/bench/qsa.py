@@ -89,8 +89,8 @@ def milliseconds(run: Callable[[], Any], *, warm: bool = True) -> float:
 
 
 def measure(forward: Callable[[], Tensor], inputs: tuple[Tensor, ...], dout: Tensor) -> Timing:
-    """Forward and backward of an attention, each by itself; of what takes seconds, one pass after the first, and of what
-    takes longer than `SLOWEST` the first.
+    """Forward and backward of an attention, each by itself: of what takes seconds, one pass after the first, and of
+    what takes longer than `SLOWEST` the first.
     """
     timing = one_pass(forward, inputs, dout)
     if timing.both > SLOWEST:

@@ -7,9 +7,10 @@ Gathering keys and values bounds this kernel, so the product is turned round to 
 64-row operand and the few heads the narrow one. One block walks the rows of a tile, so that the gather of the next row
 starts while the last one ends.
 
-What a block does between two gathers has to be short. So probabilities are 2^(score - base) with a base that stays until a
-score exceeds it by `TOLERATED`, in place of the maximum so far: a step then needs no reduction over its keys and one
-barrier, at which a thread with such a score calls for a new base. Any base gives the same output, up to rounding.
+What a block does between two gathers has to be short. So probabilities are 2^(score - base) with a base that stays
+until a score exceeds it by `TOLERATED`, in place of the maximum so far: a step then needs no reduction over its keys
+and one barrier, at which a thread with such a score calls for a new base. Any base gives the same output, up to
+rounding.
 """
 
 import tilelang.language as T

@@ -44,9 +44,7 @@ def mark_kernel():
                     if key >= 0 and key < keys:
                         bit = T.shift_left(1, row % ROWS_PER_WORD)
                         # T.atomic_or does not tell what was there.
-                        before = T.call_extern(
-                            "int32", "atomicOr", T.address_of(Bits[row // ROWS_PER_WORD, key]), bit
-                        )
+                        before = T.call_extern("int32", "atomicOr", T.address_of(Bits[row // ROWS_PER_WORD, key]), bit)
                         Slots[row, k] = T.bitwise_and(before, bit)
 
     return sparse_mla_mark

@@ -46,10 +46,10 @@ def scattering(reduction: str) -> tuple[Any, Any]:
     """Macros (scatter, copy_targets).
 
     scatter(DKV, b, even, odd, piece, mine, first, second, column) adds or stores `piece` [64 keys, 64 channels from
-    `column`] of batch entry b; a kernel that stores needs `STORE_ONCE` as its prelude. A thread has channels of two pairs of keys: even, odd [2] tell where the even and the
+    `column`] of batch entry b. A thread has channels of two pairs of keys: even, odd [2] tell where the even and the
     odd key of each are, negative for nowhere, as copy_targets(DKV, b, targets, stage, even, odd) takes them from
     `targets` [stages, 64], keys of DKV. Local are even and odd of `place_type`, mine [2 * run], and first and second
-    [`ELEMENTS` // 2]; run = group // 4.
+    [`ELEMENTS` // 2]; run = group // 4. A kernel that stores needs `STORE_ONCE` as its prelude.
     """
     columns_of_group = group(reduction)
     run = columns_of_group // 4
@@ -75,8 +75,8 @@ def scattering(reduction: str) -> tuple[Any, Any]:
 
     @T.macro
     def scatter_sums(DKV, b, even, odd, piece, mine, first, second, column):
-        # Two neighbouring keys lie four lanes apart. Their lanes swap halves, so that eight lanes add to one line of 128
-        # bytes at once, of the even key first and then of the odd one: by half lines it takes a fifth longer.
+        # Two neighbouring keys lie four lanes apart. Their lanes swap halves, so that eight lanes add to one line of
+        # 128 bytes at once, of the even key first and then of the odd one: by half lines it takes a fifth longer.
         # All swaps come before the first addition: they go through the same queue, and would wait behind it.
         for k, g, c in T.Parallel(KEYS_PER_BLOCK, groups, 4):
             for t in T.unroll(2 * columns_of_group // WGMMA_COLUMNS):
