@@ -22,7 +22,9 @@ from mcore_patches.ops.sparse_gqa import sparse_gqa
 from mcore_patches.ops.sparse_mla import sparse_mla
 
 RATIO, TOPK = 4, 16
-LENGTHS = [150, 3, 89]
+LENGTHS = (150, 3, 89)
+LONG = (901, 90)  # where rows that select `MANY` blocks share too few, and take more than one step of 64 keys
+MANY = 17
 
 
 def normal(*size: int, device: str = "cuda") -> Tensor:
@@ -32,24 +34,24 @@ def normal(*size: int, device: str = "cuda") -> Tensor:
 class Documents:
     """Packed documents of odd lengths: where rows stand, and index queries and keys."""
 
-    def __init__(self, device: str = "cuda") -> None:
-        starts = torch.tensor([0, *LENGTHS]).cumsum(0)[:-1].tolist()
-        blocks = torch.tensor([0, *(n // RATIO for n in LENGTHS)]).cumsum(0)
-        self.tokens = sum(LENGTHS)
-        self.pos = torch.cat([torch.arange(n) for n in LENGTHS]).int().to(device)
+    def __init__(self, device: str = "cuda", lengths: tuple[int, ...] = LENGTHS) -> None:
+        starts = torch.tensor([0, *lengths]).cumsum(0)[:-1].tolist()
+        blocks = torch.tensor([0, *(n // RATIO for n in lengths)]).cumsum(0)
+        self.tokens, self.longest = sum(lengths), max(lengths)
+        self.pos = torch.cat([torch.arange(n) for n in lengths]).int().to(device)
         self.start, self.block_start = (
-            torch.repeat_interleave(torch.tensor(first), torch.tensor(LENGTHS)).int().to(device)
+            torch.repeat_interleave(torch.tensor(first), torch.tensor(lengths)).int().to(device)
             for first in (starts, blocks[:-1].tolist())
         )
         self.q_idx = normal(self.tokens, 4, 64, device=device)
         self.k_blocks = normal(int(blocks[-1]), 64, device=device)
 
-    def scattered_ids(self) -> Tensor:
-        """Two blocks of its own for every row: a tile's union passes what is shared, so rows are taken one by one."""
+    def scattered_ids(self, count: int = MANY) -> Tensor:
+        """Blocks of its own for every row: a tile's union passes what is shared, so rows are taken one by one."""
         complete = torch.div(self.pos + 1, RATIO, rounding_mode="floor")[:, None]
-        score = torch.rand(self.tokens, max(LENGTHS) // RATIO, device=self.pos.device)
+        score = torch.rand(self.tokens, self.longest // RATIO, device=self.pos.device)
         hidden = torch.arange(score.shape[1], device=self.pos.device) >= complete
-        best, ids = score.masked_fill_(hidden, -1.0).topk(2, dim=1)
+        best, ids = score.masked_fill_(hidden, -1.0).topk(count, dim=1)
         return ids.masked_fill_(best < 0, -1).int()
 
     def ids(self) -> Tensor:
@@ -63,10 +65,12 @@ def run_select_blocks() -> None:
 
 
 def run_sparse_gqa() -> None:
-    documents = Documents()
-    q, k, v = normal(documents.tokens, 8, 64), normal(documents.tokens, 2, 64), normal(documents.tokens, 2, 64)
+    short, long = Documents(), Documents(lengths=LONG)
     # Rows that share little with their neighbours take other kernels than rows that do.
-    for ids in (documents.ids(), documents.scattered_ids()):
+    for documents, ids in ((short, short.ids()), (short, short.scattered_ids(2)), (long, long.scattered_ids())):
+        q, k, v = (normal(documents.tokens, heads, 64) for heads in (8, 2, 2))
+        with torch.no_grad():  # so that scores rise along a row
+            k *= 1 + documents.pos[:, None, None] / 20
         out, _ = sparse_gqa(
             q, k, v, ids, documents.pos, documents.start, scale=0.125, block_size=RATIO, backend="tilelang"
         )

@@ -202,6 +202,7 @@ CASES = [
     Case(everywhere=True, lengths=(1500, 2300, 3)),
     *(Case(everywhere=True, scoring=scoring, heads=3, channels=64, dim=64) for scoring in ("relu-weights", "linear")),
     *(Case(everywhere=True, ratio=ratio, q_heads=8, dim=128) for ratio in (1, 2, 8, 16)),
+    *(Case(everywhere=True, q_heads=2 * group, dim=64, heads=1, channels=64) for group in (1, 2, 8, 16)),
     Case(everywhere=True, q_heads=4, kv_heads=1, heads=8, channels=256, scoring="linear-weights"),
 ]
 EITHER = pytest.mark.parametrize("everywhere", [False, True], ids=["selected", "all"])
@@ -248,14 +249,16 @@ def plain_tiles(inputs: Inputs, device: Device) -> PlainTiles | None:
     return shape.plain
 
 
-def test_equals_the_oracle() -> None:
-    inputs = Inputs.random(Case(lengths=(13, 50, 133), scoring="relu-weights", heads=3, channels=64, dim=64))
+@EITHER
+def test_equals_the_oracle(everywhere: bool) -> None:
+    case = Case(lengths=(13, 50, 133), scoring="relu-weights", heads=3, channels=64, dim=64, everywhere=everywhere)
+    inputs = Inputs.random(case)
     leaves = [x.double().requires_grad_() for x in (inputs.q_idx, inputs.k_blocks, inputs.settings["weights"])]
     doubles = (in_double(x) for x in inputs.arguments[2:])
     settings = inputs.settings | {"weights": leaves[2]}
     loss = indexer_kl_naive(*leaves[:2], *doubles, **settings, tp_group=None)
     grads = torch.autograd.grad(loss, leaves)
-    check((loss.detach(), *(g.nan_to_num(0.0) for g in grads)), inputs.run(), Case())
+    check((loss.detach(), *(g.nan_to_num(0.0) for g in grads)), inputs.run(), case)
 
 
 def test_sum_is_the_mean_times_the_number_that_counts() -> None:

@@ -258,14 +258,16 @@ def test_a_block_that_every_query_picks(limit: int | None) -> None:
 
 @pytest.mark.parametrize("falling", [False, True])
 def test_scores_that_rise_along_a_row(falling: bool) -> None:
-    """By a doubling every 64 keys: what probabilities are relative to has to follow, keys before still count."""
+    """What probabilities are relative to follows, by another step for every head, and the keys before still count."""
     inputs = Inputs.random(Case(budget=2048, lengths=(2300,), kind="random"))
-    doublings = torch.arange(len(inputs.k), device="cuda")[:, None, None] / 64
-    q = 1 + 0.05 * inputs.q
-    k = doublings * math.log(2) / inputs.case.dim**0.5 + 0.05 * inputs.k
+    q, k, scale = inputs.q.clone(), inputs.k.clone(), inputs.settings["scale"]
+    # In one channel: up to two doublings every 64 tokens, falling for some heads. Large in q, else dq would cancel out.
+    q[..., 0] = torch.linspace(-1, 2, q.shape[1], device="cuda") / scale**2
+    doublings = torch.arange(len(k), device="cuda") / 64
+    k[..., 0] = (doublings * math.log(2) * scale)[:, None]
     ids = inputs.rows.block_ids.sort(dim=1, descending=falling).values
     rows = dataclasses.replace(inputs.rows, block_ids=ids.contiguous())
-    inputs = dataclasses.replace(inputs, q=q.bfloat16(), k=k.bfloat16(), rows=rows)
+    inputs = dataclasses.replace(inputs, q=q, k=k, rows=rows)
     reference = inputs.reference()
     check(reference, inputs.launch(limit=0))
     check(reference, inputs.launch(limit=2 * (inputs.case.topk + 1)))

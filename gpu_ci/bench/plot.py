@@ -5,8 +5,8 @@ python -m gpu_ci.bench.plot [FILE]        # gpu_ci/bench/qsa.svg
 
 from __future__ import annotations
 
+import argparse
 import csv
-import sys
 from pathlib import Path
 
 from gpu_ci.bench.results import RESULTS
@@ -47,4 +47,6 @@ def draw(path: Path = FILE) -> None:
 
 
 if __name__ == "__main__":
-    draw(Path(sys.argv[1]) if len(sys.argv) > 1 else FILE)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("file", nargs="?", type=Path, default=FILE, metavar="FILE")
+    draw(parser.parse_args().file)

@@ -253,6 +253,11 @@ def scoring(tokens: int) -> float:
     return 2 * INDEX_HEADS * INDEX_DIM * sum(complete // RATIO for complete in range(1, tokens + 1)) / 1e12
 
 
+def matching(pairs: int) -> float:
+    """TFLOP of the KL over pairs of rows and selected blocks: the teacher's scores, the student's and its gradients."""
+    return pairs * (2 * RATIO * HEADS * DIM + 3 * 2 * INDEX_HEADS * INDEX_DIM) / 1e12
+
+
 def matrix_ceiling() -> float:
     """TFLOP/s of a large bf16 product, measured."""
     a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
@@ -301,8 +306,9 @@ class Bench:
 
     def add(self, case: str, who: str, timing: Timing, keys: int) -> None:
         flops = 4 * keys * HEADS * DIM
-        gathered = keys * KV_HEADS * DIM * 4  # bytes of K and V, each row for itself
         both = 3.5 * flops / timing.both / 1e9
+        tokens = int(case.split("-")[0].removeprefix("T"))
+        once = 4 * tokens * (HEADS + KV_HEADS) * DIM  # bytes of Q, K, V and the output
         self.lines.append((case.removesuffix(f"-{SHAPE}"), who, timing, both, both / self.ceiling))
         for metric, value, unit in (
             ("forward", timing.forward, "ms"),
@@ -310,11 +316,29 @@ class Bench:
             ("forward + backward", timing.both, "ms"),
             ("peak memory above inputs and gradients", timing.peak, "GiB"),
             ("useful work of the forward", flops / 1e12, "TFLOP"),
-            ("K and V of all rows, read row by row", gathered / 1e9, "GB"),
+            ("useful work of forward + backward", 3.5 * flops / 1e12, "TFLOP"),
+            ("Q, K, V and output once", once / 1e9, "GB"),
+            ("and in the backward with their gradients once", 2 * once / 1e9, "GB"),
+            ("forward, of the matrix ceiling", flops / timing.forward / 1e9 / self.ceiling, ""),
             ("forward + backward, useful work", both, "TFLOP/s"),
             ("forward + backward, of the matrix ceiling", both / self.ceiling, ""),
         ):
             self.rows.append(results.row("qsa", case, f"{who}: {metric}", value, unit))
+        if "dense" not in who:
+            gathered = keys * KV_HEADS * DIM * 4
+            metric = f"{who}: K and V of all rows, read row by row"
+            self.rows.append(results.row("qsa", case, metric, gathered / 1e9, "GB"))
+
+    def work(self, case: str, what: str, ms: float | str | None, tflop: float, gigabytes: float, read: str) -> None:
+        """Roofline of an op that is not an attention: its products, what it has to read, how near the ceiling it is."""
+        if not isinstance(ms, float):
+            return
+        for metric, value, unit in (
+            ("products", tflop, "TFLOP"),
+            (read, gigabytes, "GB"),
+            ("of the matrix ceiling", tflop / ms * 1e3 / self.ceiling, ""),
+        ):
+            self.rows.append(results.row("qsa", case, f"{what}: {metric}", value, unit))
 
     def ratios(self, case: str, timing: Timing, who: str, other: Timing) -> None:
         for metric in ("forward", "both"):
@@ -336,6 +360,8 @@ class Bench:
         self.share(
             case, "select_blocks / its products at the matrix ceiling", select, scoring(tokens) / self.ceiling * 1e3
         )
+        read = 2 * INDEX_DIM * (tokens * INDEX_HEADS + tokens // RATIO) / 1e9
+        self.work(case, "select_blocks", select, scoring(tokens), read, "index queries and keys once")
         for kind in self.kinds:
             self.kind(tokens, kind, dense_timing, select)
 
@@ -352,6 +378,9 @@ class Bench:
                 self.ratios(case, timing, "dense cuDNN", dense_timing)
         kl = self.timed(f"kl {kind}", tokens, 1, lambda: kl_ms(tokens, ids))
         self.extra(case, "Stage-2 KL", kl)
+        pairs = int((ids >= 0).sum())
+        read = 2 * pairs * RATIO * KV_HEADS * DIM / 1e9
+        self.work(case, "Stage-2 KL", kl, matching(pairs), read, "keys of all rows, read row by row")
         if timing is not None:
             self.share(case, "select_blocks / forward of ours", select, timing.forward)
             self.share(case, "Stage-2 KL / forward + backward of ours", kl, timing.both)
@@ -362,9 +391,10 @@ class Bench:
         if "bridge" in self.peers and bridge_kernels() is not None:
             other = self.timed(f"bridge {kind}", tokens, 2, lambda: bridge(tokens, ids))
             if other is not None:
-                self.add(case, "mcore-bridge", other, attended_tokens(tokens, ids))
+                who = f"mcore-bridge {results.installed('mcore-bridge')}"
+                self.add(case, who, other, attended_tokens(tokens, ids))
                 if timing is not None:
-                    self.ratios(case, timing, "mcore-bridge", other)
+                    self.ratios(case, timing, who, other)
 
     def table(self) -> str:
         """One line a measurement, with what it is of dense cuDNN at that length."""

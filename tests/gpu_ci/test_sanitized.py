@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from gpu_ci import sanitized
-from gpu_ci.sanitized import RATIO, TOPK, Documents
+from gpu_ci.sanitized import LONG, MANY, RATIO, TOPK, Documents
 from mcore_patches.ops import block_topk, indexer_kl, sparse_gqa, sparse_mla
 from mcore_patches.ops.block_topk import select_blocks
 from mcore_patches.ops.device import Device
@@ -39,8 +39,10 @@ def test_both_kinds_of_tiles_are_run() -> None:
     similar = select_blocks(q_idx, k_blocks, documents.pos, documents.block_start, ratio=RATIO, topk=TOPK)
     for tiles in (design.forward, design.backward.union):
         assert all(tiles_that_share(documents, similar, tiles))
-        scattered = tiles_that_share(documents, documents.scattered_ids(), tiles)
-        assert scattered.count(False) > len(scattered) // 2
+        for scattered, count in ((documents, 2), (Documents("cpu", LONG), MANY)):
+            shared = tiles_that_share(scattered, scattered.scattered_ids(count), tiles)
+            assert shared.count(False) > len(shared) // 2
+        assert tiles.keys < MANY * RATIO
 
 
 def test_every_op_takes_the_plain_kernels_of_a_pretended_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -73,6 +73,7 @@ CASES = [
     hopper("tilelang_backward", "backward_kernel", width=512, value_width=512, reduction="store"),
     hopper("tilelang_forward", "forward_kernel", width=512, value_width=512, strided=True),
     hopper("tilelang_backward", "backward_kernel", width=576, value_width=512, reduction="store", strided=True),
+    hopper("tilelang_backward", "backward_kernel", width=512, value_width=512, reduction="atomic"),
     hopper("tilelang_backward", "backward_kernel", width=512, value_width=512, reduction="atomic", head_rows=32),
     hopper("tilelang_few_heads", "backward_kernel", width=512, value_width=512, reduction="store", strided=True),
     *(case for arch in ("sm_90a", "sm_100a") for case in on_any(arch)),

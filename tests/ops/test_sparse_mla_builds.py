@@ -50,8 +50,8 @@ def on(device: Device, monkeypatch: pytest.MonkeyPatch) -> Built:
     for module in (tilelang_kernels, tilelang_builds):
         monkeypatch.setattr(module, "CACHE", built.cache)
     # So that few keys are many.
-    monkeypatch.setattr(ordering, "MOST_ATOMIC_BYTES", 4 * 512 * (LONG - 1))
-    monkeypatch.setattr(ordering, "MOST_ATOMIC_BYTES_OF_MANY_HEADS", 4 * 512 * (LONG - 1))
+    for limit in ("", "_OF_FEW_HEADS", "_OF_MANY_HEADS"):
+        monkeypatch.setattr(ordering, f"MOST_ATOMIC_BYTES{limit}", 4 * 512 * (LONG - 1))
     tilelang_builds.build_first.cache_clear()
     return built
 
@@ -90,6 +90,7 @@ CALLS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "32 heads": ({"heads": 32}, {"heads": 24}),
     "two blocks of heads": ({"heads": 128}, {"heads": 100}),
     "deterministic": ({"heads": 64, "deterministic": True}, {"heads": 40, "deterministic": True}),
+    "long, few heads": ({"heads": 16, "keys": LONG}, {"heads": 2, "keys": LONG}),
     "long": ({"heads": 64, "keys": LONG}, {"heads": 64, "keys": LONG}),
     "long, two blocks of heads": ({"heads": 128, "keys": LONG}, {"heads": 65, "keys": LONG}),
     "megatron's batch": ({"heads": 64, "strided": True}, {"heads": 64, "batch": 2, "megatron": True}),

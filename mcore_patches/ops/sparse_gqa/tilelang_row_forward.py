@@ -19,7 +19,7 @@ LOG2E = 1.4426950408889634
 LOWEST = -(2.0**30)
 TOLERATED = 16.0  # in doublings; bf16 and fp32 keep their precision at 2^16, and sums of it are far from overflow
 WARPGROUP = 128
-COLS = 16  # heads of a KV head, and zeros: the least width of a matrix read along it
+COLS = 16  # heads of a KV head, the last one repeated: the least width of a matrix read along it
 HEADS = COLS // 4  # of each key that a thread has
 
 

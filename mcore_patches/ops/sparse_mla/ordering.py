@@ -13,7 +13,7 @@ BY_ITSELF = True
 MOST_ATOMIC_BYTES_OF_FEW_HEADS = 60 * 2**20
 MOST_ATOMIC_BYTES = 96 * 2**20
 MOST_ATOMIC_BYTES_OF_MANY_HEADS = 144 * 2**20
-FEW_HEADS = 16  # have a backward of their own, which adds faster than the L2 cache takes it
+FEW_HEADS = 16  # have a backward of their own, which adds faster than device memory takes it
 MANY_HEADS = 65  # more than one block of the Hopper backward
 # Ordering looks at every key once a chunk of rows, so keys must be used this often on average. Not measured.
 USES_OF_A_KEY = 4
