@@ -122,6 +122,8 @@ def main() -> None:
     options = parser.parse_args()
     if unknown := set(options.ops) - set(OPS):
         parser.error(f"OP must be {', '.join(OPS)}, got {', '.join(sorted(unknown))}")
+    if not torch.cuda.is_available():
+        raise SystemExit("gpu_ci.sanitized needs a CUDA device")
     if options.shared_kib is not None:
         whole = describe(torch.device("cuda", torch.cuda.current_device()))
         pretend(dataclasses.replace(whole, shared_bytes=options.shared_kib * 1024))

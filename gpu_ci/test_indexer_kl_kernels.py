@@ -261,6 +261,17 @@ def test_equals_the_oracle(everywhere: bool) -> None:
     check((loss.detach(), *(g.nan_to_num(0.0) for g in grads)), inputs.run(), case)
 
 
+@EITHER
+def test_a_row_without_blocks_may_hold_anything(everywhere: bool) -> None:
+    inputs = Inputs.random(Case(everywhere=everywhere))
+    before = inputs.run()
+    without = (inputs.rows.pos >= 0) & (inputs.rows.pos + 1 < inputs.settings["ratio"])
+    assert without.any()
+    inputs.q_idx, inputs.q = (x.masked_fill(without[:, None, None], torch.nan) for x in (inputs.q_idx, inputs.q))
+    for one, other in zip(before, inputs.run(), strict=True):
+        assert torch.equal(one, other)
+
+
 def test_sum_is_the_mean_times_the_number_that_counts() -> None:
     mean, total = (Inputs.random(Case(), reduction=reduction) for reduction in ("mean", "sum"))
     counted = (mean.rows.pos >= 0) & mean.settings["valid"]

@@ -269,8 +269,7 @@ class Bench:
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.clock = Clock(options.seconds)
-        self.peers = options.peers.split(",") if options.peers else []
-        self.kinds = options.kinds.split(",")
+        self.peers, self.kinds = options.peers, options.kinds
         self.ceiling = matrix_ceiling()
         self.rows = [results.row("qsa", "8192x8192x8192", "matrix ceiling, bf16", self.ceiling, "TFLOP/s")]
         self.rates: dict[str, float] = {}  # seconds a unit of work
@@ -429,13 +428,38 @@ class Bench:
             self.rows.append(results.row("qsa", case, what, value, "ms"))
 
 
+def lengths(text: str) -> list[int]:
+    values = [int(part) for part in text.split(",")]
+    if min(values) < RATIO:
+        raise argparse.ArgumentTypeError(f"must be at least a block of {RATIO} tokens each, got {text}")
+    return values
+
+
+def any_of(names: tuple[str, ...]) -> Callable[[str], list[str]]:
+    def parse(text: str) -> list[str]:
+        chosen = text.split(",") if text else []
+        if unknown := set(chosen) - set(names):
+            raise argparse.ArgumentTypeError(f"must be any of {', '.join(names)}, got {', '.join(sorted(unknown))}")
+        return chosen
+
+    return parse
+
+
+def positive(text: str) -> float:
+    if not 0 < (value := float(text)) < math.inf:
+        raise argparse.ArgumentTypeError(f"must be a number above 0, got {text}")
+    return value
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--save", action="store_true", help="write the figures to results.csv")
-    parser.add_argument("--tokens", default="8192,16384,32768,49152,65536,131072,262144")
-    parser.add_argument("--kinds", default=",".join(KINDS))
-    parser.add_argument("--peers", default=",".join(PEERS), help="any of flash, bridge; empty for none")
-    parser.add_argument("--seconds", type=float, default=300.0, help="start nothing that would end later than this")
+    parser.add_argument("--tokens", type=lengths, default="8192,16384,32768,49152,65536,131072,262144")
+    parser.add_argument("--kinds", type=any_of(KINDS), default=",".join(KINDS))
+    parser.add_argument(
+        "--peers", type=any_of(PEERS), default=",".join(PEERS), help="any of flash, bridge; '' for none"
+    )
+    parser.add_argument("--seconds", type=positive, default=300.0, help="start nothing that would end later than this")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("this bench needs a CUDA device")
@@ -443,8 +467,8 @@ def main() -> None:
     if "bridge" in bench.peers and bridge_kernels() is None:
         bench.reasons.append("mcore-bridge is not installed: not measured")
     bench.warm_up()
-    for tokens in options.tokens.split(","):
-        bench.length(int(tokens))
+    for tokens in options.tokens:
+        bench.length(tokens)
         if options.save:  # a run that is cut off keeps what it has
             results.save(bench.rows)
     print(bench.table())

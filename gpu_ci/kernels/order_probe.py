@@ -48,16 +48,32 @@ def measure(rows, heads, width, ids):
     ]
 
 
+def numbers(least):
+    """Parses a list of whole numbers of at least `least`."""
+
+    def parse(text):
+        values = [int(part) for part in text.split(",")]
+        if min(values) < least:
+            raise argparse.ArgumentTypeError(f"must be {least} or more each, got {text}")
+        return values
+
+    parse.__name__ = "list of whole numbers"
+    return parse
+
+
 def main():
+    import torch
+
     parser = argparse.ArgumentParser()
     parser.add_argument("--save", action="store_true", help="write the figures to results.csv")
-    parser.add_argument("--heads", default="64,16,128")
-    parser.add_argument("--widths", default="576,512")
-    parser.add_argument("--rows", default="16384,32768,49152")
+    parser.add_argument("--heads", type=numbers(1), default="64,16,128")
+    parser.add_argument("--widths", type=numbers(512), default="576,512")
+    parser.add_argument("--rows", type=numbers(TOPK), default="16384,32768,49152")
     options = parser.parse_args()
-    lists = (map(int, text.split(",")) for text in (options.widths, options.heads))
-    shapes = list(itertools.product(*lists))
-    for rows in map(int, options.rows.split(",")):
+    if not torch.cuda.is_available():
+        raise SystemExit("this probe needs a CUDA device")
+    shapes = list(itertools.product(options.widths, options.heads))
+    for rows in options.rows:
         ids = random_causal(rows, TOPK)[None]
         for width, heads in shapes:
             figures = measure(rows, heads, width, ids)

@@ -16,6 +16,7 @@ from mcore_patches.ops.packing import complete_blocks
 LARGEST_ROW_BYTES = 4 * 2**30  # of what a chunked path may gather for one row
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 INT32_MAX = 2**31 - 1
+MOST_SCALE = 1e38  # kernels multiply scales by 1 / ln 2 in float32
 HOST = "cpu"
 """The devices whose values the host reads without waiting."""
 
@@ -96,11 +97,18 @@ def check_scale(op: str, name: str, value: float) -> None:
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{op}: {name} must be a number, got {value!r}")
     try:
-        finite = math.isfinite(value)
+        number = float(value)
     except OverflowError:  # an integer beyond all floats
-        finite = False
-    if not finite or value <= 0:
-        raise ValueError(f"{op}: {name} must be finite and above 0, got {value!r}")
+        number = math.inf
+    if not 0 < number < math.inf:
+        raise ValueError(f"{op}: {name} must be finite and above 0, got {value!r:.80}")
+    if number > MOST_SCALE:
+        raise ValueError(f"{op}: {name} must be at most {MOST_SCALE:g}, got {value!r:.80}")
+
+
+def check_dtype(op: str, name: str, value: torch.dtype) -> None:
+    if not isinstance(value, torch.dtype):
+        raise TypeError(f"{op}: {name} must be a torch.dtype, got {value!r}")
 
 
 def check_bool(op: str, name: str, value: bool) -> None:
@@ -141,6 +149,33 @@ def verify_blocks(op: str, row_pos: Tensor, row_block_start: Tensor, num_blocks:
         row_block_start=row_block_start,
         row_pos=row_pos,
     )
+
+
+def verify_documents(op: str, row_pos: Tensor, row_start: Tensor, row_block_start: Tensor, ratio: int) -> None:
+    """Rows that see a block say alike where its document begins, in k and in k_blocks."""
+    blocks = complete_blocks(row_pos.long(), ratio)
+    seeing = blocks > 0
+    begins = torch.stack((row_block_start, row_start), dim=1)[seeing].long()
+    documents, of_row = torch.unique(begins, dim=0, return_inverse=True)  # in the order of their first blocks
+    ends = torch.zeros(len(documents), dtype=torch.long, device=blocks.device)
+    ends.scatter_reduce_(0, of_row, begins[:, 0] + blocks[seeing], "amax")
+    wrong = torch.zeros_like(seeing)
+    if len(documents) > 1:
+        overlaps = torch.zeros_like(ends, dtype=torch.bool)
+        overlaps[1:] = documents[1:, 0] < ends.cummax(0).values[:-1]
+        wrong[seeing] = overlaps[of_row]
+    _fail_at(
+        op,
+        wrong,
+        "rows that see a block must agree on row_start and row_block_start of its document",
+        row_start=row_start,
+        row_block_start=row_block_start,
+    )
+
+
+def verify_lse(op: str, lse: Tensor, supported: Tensor) -> None:
+    """No head of a row that is `supported` (bool [T]) has a log-sum-exp of -inf, that of no keys at all."""
+    _fail_at(op, supported & lse.isneginf().any(dim=1), "lse must not be -inf in a row that has blocks")
 
 
 def verify_distinct(op: str, block_ids: Tensor, row_pos: Tensor, ratio: int) -> None:

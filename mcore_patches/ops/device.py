@@ -46,15 +46,20 @@ def describe(device: torch.device) -> Device:
 
 
 def device_of(device: torch.device) -> Device:
-    """The `Device` behind a CUDA device, the current one if it has no index."""
-    return describe(torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index))
+    """The `Device` behind a CUDA device, the current one if it has no index; ValueError where there is none."""
+    try:
+        return describe(torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index))
+    except (RuntimeError, AssertionError) as error:
+        if torch.cuda.is_available():
+            raise
+        raise ValueError(f"device must be a CUDA device, got {device}: torch finds none on this machine") from error
 
 
 def cuda_device(op: str, device: torch.device | str, kind: str = "cuda") -> torch.device:
     """`device`, or ValueError if kernels cannot be built for it: it is not of this `kind`."""
     try:
         found = torch.device(device)
-    except RuntimeError:  # a string that names no device; the text of torch's error is of no use here
+    except (RuntimeError, TypeError):  # what names no device; the text of torch's error is of no use here
         found = None
     if found is None or found.type != kind:
         raise ValueError(f"{op}: device must be a {kind.upper()} device, got {device}")

@@ -628,6 +628,49 @@ def test_unchecked_nan_shows_in_the_loss(stage):
     assert run(p, selection(stage, rows), rows, 4)["loss"].isnan()
 
 
+@BACKENDS
+@STAGES
+def test_a_row_without_blocks_may_hold_anything(stage, backend):
+    rows = rows_of([13, 7, 33], 4)
+    p, ids = problem(rows, 12), selection(stage, rows)
+    ref = run(p, ids, rows, 4, backend=backend)
+    q_idx, q, weights = p.q_idx.clone(), p.q.clone(), p.weights.clone()
+    for row in (1, 13, 22):  # the second, first and third of the documents
+        q_idx[row], q[row], weights[row] = NAN, NAN, math.inf
+    got = run(p._replace(q_idx=q_idx, q=q, weights=weights), ids, rows, 4, backend=backend)
+    assert_same(ref, got, 1e-12)
+
+
+@pytest.mark.parametrize("backend", ["naive", "chunked"])
+@STAGES
+def test_checked_finds_an_lse_of_no_keys(stage, backend):
+    rows = rows_of([13, 50, 33], 4)
+    p, ids = problem(rows, 23), None if stage == 1 else torch.arange(12, dtype=torch.int32).repeat(96, 1)
+    lse = torch.zeros(96, 4, dtype=torch.float64)
+    lse[1] = -math.inf  # a row without blocks
+    run(p, ids, rows, 4, lse=lse, backend=backend, checked=True)
+    if ids is not None:
+        ids[40], lse[40] = -1, -math.inf
+        run(p, ids, rows, 4, lse=lse, backend=backend, checked=True)
+    lse[95, 3] = -math.inf
+    with pytest.raises(ValueError, match=r"lse must not be -inf in a row that has blocks; 1 rows .* is row 95"):
+        run(p, ids, rows, 4, lse=lse, backend=backend, checked=True)
+    run(p, ids, rows, 4, lse=lse, backend=backend, checked=True, valid=torch.arange(96) < 95)
+
+
+def test_checked_finds_rows_that_disagree_on_their_document():
+    rows = rows_of([13, 50, 33], 4)
+    p = problem(rows, 23)
+    run(p, None, rows, 4, checked=True)
+    wrong = rows._replace(block_start=torch.zeros_like(rows.block_start))
+    with pytest.raises(ValueError, match=r"agree on row_start and row_block_start .*; 77 rows break it.* is row 16"):
+        run(p, None, wrong, 4, checked=True)
+    start = rows.start.clone()
+    start[80] -= 1
+    with pytest.raises(ValueError, match=r"row_start and row_block_start.*, row_start=\d+, row_block_start=15"):
+        run(p, None, rows._replace(start=start), 4, checked=True)
+
+
 def test_checked_finds_repeated_ids():
     rows = rows_of([13, 50, 33], 4)
     ids = random_block_ids(rows, 4, 8)
@@ -697,6 +740,7 @@ def test_backends():
         ),
         ({"ratio": 2**32 + 4}, ValueError, "ratio must be at most 2147483647, got 4294967300"),
         ({"index_scale": 10**400}, ValueError, "index_scale must be finite and above 0, got 1000"),
+        ({"scale": 1e39}, ValueError, r"scale must be at most 1e\+38, got 1e\+39"),
         ({"relu": None}, TypeError, "relu must be a bool, got None"),
         ({"reduction": "none"}, ValueError, "reduction must be one of sum, mean, got 'none'"),
         ({"tp_group": "tp"}, TypeError, "tp_group must be a torch.distributed.ProcessGroup, got str"),

@@ -442,6 +442,8 @@ def test_backends():
         ({"v": torch.zeros(13, 2, 8, device="meta")}, ValueError, "v must be on cpu, got meta"),
         ({"scale": float("nan")}, ValueError, "scale must be finite and above 0, got nan"),
         ({"scale": 10**400}, ValueError, "scale must be finite and above 0, got 1000"),
+        ({"scale": 1e39}, ValueError, r"scale must be at most 1e\+38, got 1e\+39"),
+        ({"scale": Fraction(1, 10**400)}, ValueError, "scale must be finite and above 0, got Fraction"),
         ({"block_size": 0}, ValueError, "block_size must be at least 1, got 0"),
         (
             {"block_size": 2**31 - 1},

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcore_patches.ops.arguments import check_bool, check_sizes, verify_not_nan
+from mcore_patches.ops.arguments import check_bool, check_dtype, check_sizes, verify_not_nan
 from mcore_patches.ops.block_topk.design import (
     DTYPES,
     GROUP,
@@ -138,6 +138,7 @@ def warmup(
     check_sizes("select_blocks", heads=heads, channels=channels, topk=topk)
     check_bool("select_blocks", "weighted", weighted)
     check_bool("select_blocks", "relu", relu)
+    check_dtype("select_blocks", "dtype", dtype)
     described = device_of(cuda_device("select_blocks", device))
     tiles = score_tiles(described.arch, described.shared_bytes, dtype, heads, channels, topk)
     if isinstance(tiles, str):

@@ -21,6 +21,8 @@ from mcore_patches.ops.arguments import (
     verifies_places,
     verify_blocks,
     verify_distinct,
+    verify_documents,
+    verify_lse,
     verify_positions,
     verify_tokens,
 )
@@ -29,6 +31,7 @@ from mcore_patches.ops.indexer_kl.chunked import indexer_kl_chunked
 from mcore_patches.ops.indexer_kl.naive import indexer_kl_naive
 from mcore_patches.ops.indexer_kl.tilelang_backend import warmup
 from mcore_patches.ops.jit import KernelBuildError
+from mcore_patches.ops.packing import complete_blocks
 from mcore_patches.ops.workspace import accumulation_dtype
 
 __all__ = ["indexer_kl", "resolve_backend", "supports", "warmup"]
@@ -98,8 +101,10 @@ def indexer_kl(
             returns the same loss and the full gradients. At the first call of a shape the ranks tell each other whether
             their kernels are built, for which the host waits.
         backend: "auto", "naive", "chunked" or "tilelang".
-        checked: look at values too, which makes the host wait for the device: rows outside k or k_blocks, repeated ids
-            and NaN raise. On a CPU rows outside always do.
+        checked: look at values too, which makes the host wait for the device: rows outside k or k_blocks, repeated ids,
+            NaN and an lse of -inf in a row whose support is not empty raise, and in Stage 1 rows that disagree on where
+            a document begins. Unchecked, such an lse counts as 0, and rows of a document must agree. On a CPU rows
+            outside always raise.
 
     Returns:
         Scalar fp32 (fp64 if q_idx is), differentiable in q_idx, k_blocks and weights; once, by the chunked path.
@@ -118,8 +123,13 @@ def indexer_kl(
         verify_positions(_OP, row_pos)
         verify_tokens(_OP, row_pos, row_start, k.shape[0])
         verify_blocks(_OP, row_pos, row_block_start, k_blocks.shape[0], ratio)
-    if checked and block_ids is not None:
-        verify_distinct(_OP, block_ids, row_pos, ratio)
+    if checked:
+        if block_ids is None:
+            verify_documents(_OP, row_pos, row_start, row_block_start, ratio)
+        else:
+            verify_distinct(_OP, block_ids, row_pos, ratio)
+        if lse is not None:
+            verify_lse(_OP, lse, _has_support(block_ids, row_pos, valid, ratio))
     tensors = (q_idx, k_blocks, q, k, lse, block_ids, row_pos, row_start, row_block_start)
     settings: dict[str, Any] = {
         "scale": float(scale),
@@ -148,6 +158,16 @@ def indexer_kl(
     if chosen == "chunked":
         loss, *grads = indexer_kl_chunked(*tensors, **settings, checked=checked, needs_grad=needs_grad)
     return _WithGradients.apply(q_idx, k_blocks, weights, loss, *grads) if any(needs_grad) else loss
+
+
+def _has_support(block_ids: Tensor | None, row_pos: Tensor, valid: Tensor | None, ratio: int) -> Tensor:
+    """Which rows count and have a block to compare, bool [Tq]."""
+    blocks = complete_blocks(row_pos, ratio)
+    if block_ids is None:
+        has = blocks > 0
+    else:
+        has = ((block_ids >= 0) & (block_ids < blocks[:, None])).any(dim=1)
+    return has if valid is None else has & valid
 
 
 def _agreed_backend(*args: Any, backend: str, **settings: Any) -> str:

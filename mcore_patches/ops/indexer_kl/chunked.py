@@ -21,6 +21,7 @@ from torch import Tensor
 from mcore_patches.ops.arguments import check_row_fits, verify_not_nan
 from mcore_patches.ops.indexer_kl.student import Student
 from mcore_patches.ops.indexer_kl.teacher import Teacher
+from mcore_patches.ops.packing import complete_blocks
 from mcore_patches.ops.row_split import RowSplit, split_rows
 from mcore_patches.ops.sparse_gqa.chunked import KEY_TILE, finite_lse
 from mcore_patches.ops.workspace import add_rows_, chunks, rows_per_chunk, workspace_bytes
@@ -70,7 +71,9 @@ def indexer_kl_chunked(
     budget = workspace_bytes(q.device) if workspace is None else workspace
     counted = row_pos >= 0 if valid is None else (row_pos >= 0) & valid
     with torch.autocast(q.device.type, enabled=False):
-        student = Student(q_idx, k_blocks, weights, counted, index_scale, relu, needs_grad)
+        # A row without blocks adds nothing but to the mean, and may hold anything, like one that does not count.
+        live = counted & (complete_blocks(row_pos, ratio) > 0)
+        student = Student(q_idx, k_blocks, weights, live, index_scale, relu, needs_grad)
         teacher = Teacher(q, k, lse, row_pos, row_start, row_block_start, scale=scale, ratio=ratio)
         if block_ids is None:
             divergences = _over_all_blocks(student, teacher, budget, tp_group)

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mcore_patches.ops.arguments import check_bool, check_heads, check_sizes, verify_not_nan
+from mcore_patches.ops.arguments import check_bool, check_dtype, check_heads, check_sizes, verify_not_nan
 from mcore_patches.ops.block_topk.design import topk_capacity
 from mcore_patches.ops.device import Device, cuda_device, device_of
 from mcore_patches.ops.indexer_kl.chunked import LossAndGradients
@@ -204,6 +204,9 @@ def indexer_kl_tilelang(
     assert isinstance(shape, Shape)
     counted = row_pos >= 0 if valid is None else (row_pos >= 0) & valid
     number = counted.sum().clamp_(min=1) if reduction == "mean" else None
+    # A row that does not count selects nothing, and one without blocks adds nothing: it may hold anything.
+    blocks = complete_blocks(row_pos, ratio) * counted
+    live = blocks > 0
     rows = Rows(
         q_idx=readable(q_idx),
         weights=None if weights is None else weights.detach().contiguous(),
@@ -212,9 +215,8 @@ def indexer_kl_tilelang(
         block_ids=None if block_ids is None else block_ids.contiguous(),
         start=row_start.contiguous(),
         first=row_block_start.contiguous(),
-        # A row that does not count selects nothing.
-        count=complete_blocks(row_pos, ratio) * counted,
-        weight=counted.float() if number is None else counted / number,
+        count=blocks,
+        weight=live.float() if number is None else live / number,
     )
     settings: dict[str, Any] = {
         "scale": scale,
@@ -272,6 +274,8 @@ def warmup(
     check_heads("indexer_kl", "q_heads", q_heads, kv_heads)
     for name, flag in (("weighted", weighted), ("relu", relu), ("ranks", ranks)):
         check_bool("indexer_kl", name, flag)
+    check_dtype("indexer_kl", "index_dtype", index_dtype)
+    check_dtype("indexer_kl", "dtype", dtype)
     described = device_of(cuda_device("indexer_kl", device))
     shape = shape_of(
         described.arch,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from mcore_patches.ops.arguments import check_heads, check_sizes
+from mcore_patches.ops.arguments import check_dtype, check_heads, check_sizes
 from mcore_patches.ops.device import Device, cuda_device, device_of
 from mcore_patches.ops.jit import CACHE, build_together, import_fault
 from mcore_patches.ops.sparse_gqa.design import Design, sparse_gqa_design
@@ -137,6 +137,7 @@ def warmup(
     """
     check_sizes("sparse_gqa", heads=heads, kv_heads=kv_heads, dim=dim, block_size=block_size, topk=topk)
     check_heads("sparse_gqa", "heads", heads, kv_heads)
+    check_dtype("sparse_gqa", "dtype", dtype)
     chosen = _choose(device_of(cuda_device("sparse_gqa", device)), dtype, heads, kv_heads, dim, block_size, topk)
     if isinstance(chosen, str):
         raise ValueError(f"sparse_gqa: {chosen}")
