@@ -30,6 +30,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from gpu_ci.bench import results
+from gpu_ci.bench.options import any_of, positive, whole_numbers
 from gpu_ci.bench.selections import KINDS, block_selection
 from mcore_patches.ops import block_topk, indexer_kl, sparse_gqa
 
@@ -428,33 +429,10 @@ class Bench:
             self.rows.append(results.row("qsa", case, what, value, "ms"))
 
 
-def lengths(text: str) -> list[int]:
-    values = [int(part) for part in text.split(",")]
-    if min(values) < RATIO:
-        raise argparse.ArgumentTypeError(f"must be at least a block of {RATIO} tokens each, got {text}")
-    return values
-
-
-def any_of(names: tuple[str, ...]) -> Callable[[str], list[str]]:
-    def parse(text: str) -> list[str]:
-        chosen = text.split(",") if text else []
-        if unknown := set(chosen) - set(names):
-            raise argparse.ArgumentTypeError(f"must be any of {', '.join(names)}, got {', '.join(sorted(unknown))}")
-        return chosen
-
-    return parse
-
-
-def positive(text: str) -> float:
-    if not 0 < (value := float(text)) < math.inf:
-        raise argparse.ArgumentTypeError(f"must be a number above 0, got {text}")
-    return value
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--save", action="store_true", help="write the figures to results.csv")
-    parser.add_argument("--tokens", type=lengths, default="8192,16384,32768,49152,65536,131072,262144")
+    parser.add_argument("--tokens", type=whole_numbers(RATIO), default="8192,16384,32768,49152,65536,131072,262144")
     parser.add_argument("--kinds", type=any_of(KINDS), default=",".join(KINDS))
     parser.add_argument(
         "--peers", type=any_of(PEERS), default=",".join(PEERS), help="any of flash, bridge; '' for none"

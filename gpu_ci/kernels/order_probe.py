@@ -11,6 +11,7 @@ import functools
 import itertools
 
 from gpu_ci.bench import results
+from gpu_ci.bench.options import whole_numbers
 from gpu_ci.kernels.sparse_mla_probe import inputs, median_ms, random_causal
 
 SCALE, TOPK = 0.04, 2048
@@ -48,27 +49,14 @@ def measure(rows, heads, width, ids):
     ]
 
 
-def numbers(least):
-    """Parses a list of whole numbers of at least `least`."""
-
-    def parse(text):
-        values = [int(part) for part in text.split(",")]
-        if min(values) < least:
-            raise argparse.ArgumentTypeError(f"must be {least} or more each, got {text}")
-        return values
-
-    parse.__name__ = "list of whole numbers"
-    return parse
-
-
 def main():
     import torch
 
     parser = argparse.ArgumentParser()
     parser.add_argument("--save", action="store_true", help="write the figures to results.csv")
-    parser.add_argument("--heads", type=numbers(1), default="64,16,128")
-    parser.add_argument("--widths", type=numbers(512), default="576,512")
-    parser.add_argument("--rows", type=numbers(TOPK), default="16384,32768,49152")
+    parser.add_argument("--heads", type=whole_numbers(1), default="64,16,128")
+    parser.add_argument("--widths", type=whole_numbers(512), default="576,512")
+    parser.add_argument("--rows", type=whole_numbers(TOPK), default="16384,32768,49152")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("this probe needs a CUDA device")

@@ -51,6 +51,10 @@ def row_forward(
     o_passes = -(-group * lanes // WARPGROUP)
     tq, tk, tiles, topk = T.dynamic("tq"), T.dynamic("tk"), T.dynamic("tiles"), T.dynamic("topk")
 
+    def head_of(lane, n):
+        """The n-th of the heads that a thread has, which is `lane` of four."""
+        return n // 2 * 8 + lane * 2 + n % 2
+
     @T.macro
     def exponentials(score, base, p, scores, p_shared, slot):
         for n in T.unroll(2 * HEADS):
@@ -181,12 +185,12 @@ def row_forward(
                                             high[n] = T.max(high[n], T.shfl_xor(high[n], 4 << b))
                                     if tx % 32 < 4:
                                         for n in T.unroll(HEADS):
-                                            warps_shared[tx // 32, n // 2 * 8 + tx % 4 * 2 + n % 2] = high[n]
+                                            warps_shared[tx // 32, head_of(tx % 4, n)] = high[n]
                                     T.sync_threads(1, WARPGROUP)
                                     for n in T.unroll(HEADS):
                                         high[n] = base[n]
                                         for w in T.unroll(WARPGROUP // 32):
-                                            high[n] = T.max(high[n], warps_shared[w, n // 2 * 8 + tx % 4 * 2 + n % 2])
+                                            high[n] = T.max(high[n], warps_shared[w, head_of(tx % 4, n)])
                                         factor[n] = T.exp2(base[n] - high[n])
                                         base[n] = high[n]
                                         total[n] *= factor[n]
@@ -215,15 +219,15 @@ def row_forward(
                                     total[n] += T.shfl_xor(total[n], 4 << b)
                             if tx % 32 < 4:
                                 for n in T.unroll(HEADS):
-                                    warps_shared[tx // 32, n // 2 * 8 + tx % 4 * 2 + n % 2] = total[n]
+                                    warps_shared[tx // 32, head_of(tx % 4, n)] = total[n]
                             T.sync_threads(1, WARPGROUP)
                             for n in T.unroll(HEADS):
                                 total[n] = 0
                                 for w in T.unroll(WARPGROUP // 32):
-                                    total[n] += warps_shared[w, n // 2 * 8 + tx % 4 * 2 + n % 2]
+                                    total[n] += warps_shared[w, head_of(tx % 4, n)]
                                 factor[n] = T.if_then_else(total[n] > 0, 1.0 / total[n], 0)
-                                if tx < 4 and n // 2 * 8 + tx * 2 + n % 2 < group:
-                                    lse[row, g * group + n // 2 * 8 + tx * 2 + n % 2] = T.if_then_else(
+                                if tx < 4 and head_of(tx, n) < group:
+                                    lse[row, g * group + head_of(tx, n)] = T.if_then_else(
                                         total[n] > 0, (T.log2(total[n]) + base[n]) / LOG2E, -T.infinity("float32")
                                     )
                             for d, c in T.Parallel(dim, 4):

@@ -28,9 +28,10 @@ def order_is_faster(device: Device, rows: int, topk: int, keys: int, width: int,
 
     Measured on Hopper only, so other GPUs take atomics.
     """
-    most = MOST_ATOMIC_BYTES_OF_MANY_HEADS if heads >= MANY_HEADS else MOST_ATOMIC_BYTES
     if heads <= FEW_HEADS:
         most = MOST_ATOMIC_BYTES_OF_FEW_HEADS
+    else:
+        most = MOST_ATOMIC_BYTES_OF_MANY_HEADS if heads >= MANY_HEADS else MOST_ATOMIC_BYTES
     often = rows * topk >= USES_OF_A_KEY * keys
     return BY_ITSELF and device.arch == HOPPER and 4 * keys * width > most and often
 

@@ -69,6 +69,12 @@ def scattering(reduction: str) -> tuple[Any, Any]:
         return T.if_then_else(target >= 0, row * width + T.cast(channel_of_thread(), T.int64), T.int64(-1))
 
     @T.macro
+    def take(piece, k, g, c, mine):
+        for t in T.unroll(2 * columns_of_group // WGMMA_COLUMNS):
+            for e in T.unroll(2):
+                mine[2 * t + e] = piece[k, 2 * g * columns_of_group + t * WGMMA_COLUMNS + 2 * c + e]
+
+    @T.macro
     def add(DKV, place, channel, values, start):
         if place >= 0:
             T.atomic_addx4(DKV[0, 0, place + channel], values[start])
@@ -79,9 +85,7 @@ def scattering(reduction: str) -> tuple[Any, Any]:
         # 128 bytes at once, of the even key first and then of the odd one: by half lines it takes a fifth longer.
         # All swaps come before the first addition: they go through the same queue, and would wait behind it.
         for k, g, c in T.Parallel(KEYS_PER_BLOCK, groups, 4):
-            for t in T.unroll(2 * columns_of_group // WGMMA_COLUMNS):
-                for e in T.unroll(2):
-                    mine[2 * t + e] = piece[k, 2 * g * columns_of_group + t * WGMMA_COLUMNS + 2 * c + e]
+            take(piece, k, g, c, mine)
             pair = k // 8 % 2
             start = (pair * groups + g) * run
             for j in T.unroll(run):
@@ -98,9 +102,7 @@ def scattering(reduction: str) -> tuple[Any, Any]:
     def scatter_parts(DKV, b, even, odd, piece, mine, first, second, column):
         # Stores need no whole lines: each lane stores what it has of its own key.
         for k, g, c in T.Parallel(KEYS_PER_BLOCK, groups, 4):
-            for t in T.unroll(2 * columns_of_group // WGMMA_COLUMNS):
-                for e in T.unroll(2):
-                    mine[2 * t + e] = piece[k, 2 * g * columns_of_group + t * WGMMA_COLUMNS + 2 * c + e]
+            take(piece, k, g, c, mine)
             pair = k // 8 % 2
             key = T.if_then_else(k % 2 == 0, even[pair], odd[pair])
             for j in T.unroll(2 * run):
