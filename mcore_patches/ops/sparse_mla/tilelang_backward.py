@@ -23,6 +23,9 @@ LOG2E = 1.4426950408889634
 
 HEADS_PER_BLOCK = 64  # the M of one wgmma
 
+# What a row reads and writes for itself leaves the L2 cache first, so that keys and dKV, which all rows share, stay.
+OF_ONE_ROW: Any = {"eviction_policy": "evict_first"}
+
 PASS_CONFIGS = {
     tilelang.PassConfigKey.TL_ENABLE_FAST_MATH: True,
     tilelang.PassConfigKey.TL_DISABLE_WARP_SPECIALIZED: True,
@@ -132,8 +135,8 @@ def backward_kernel(width: int, value_width: int, reduction: str, strided: bool 
 
             if tx < 128:
                 T.set_max_nreg(232, 1)
-                T.tma_copy(Q[b, row, h0 : h0 + HB, :], q_shared, barrier=q_ready)
-                T.tma_copy(DOut[b, row, h0 : h0 + HB, :], do_shared, barrier=q_ready)
+                T.tma_copy(Q[b, row, h0 : h0 + HB, :], q_shared, barrier=q_ready, **OF_ONE_ROW)
+                T.tma_copy(DOut[b, row, h0 : h0 + HB, :], do_shared, barrier=q_ready, **OF_ONE_ROW)
                 T.barrier_arrive(q_ready)
                 for h in T.Parallel(HB):
                     lse[h] = T.infinity(accum)
@@ -195,7 +198,7 @@ def backward_kernel(width: int, value_width: int, reduction: str, strided: bool 
                 T.copy(dq_1, q_shared[:, 128:256])
                 T.fence_proxy_async()
                 T.sync_threads(1, 128)
-                T.copy(q_shared[:, 0:256], DQ[b, row, h0 : h0 + HB, 0:256])
+                T.copy(q_shared[:, 0:256], DQ[b, row, h0 : h0 + HB, 0:256], **OF_ONE_ROW)
             elif tx >= 128 and tx < 256:
                 T.set_max_nreg(240, 1)
                 dq_tail = T.alloc_fragment([HB, tail], accum)
@@ -255,7 +258,7 @@ def backward_kernel(width: int, value_width: int, reduction: str, strided: bool 
                     T.copy(dq_tail, q_shared[:, 512:576])
                 T.fence_proxy_async()
                 T.sync_threads(2, 128)
-                T.copy(q_shared[:, 256:width], DQ[b, row, h0 : h0 + HB, 256:width])
+                T.copy(q_shared[:, 256:width], DQ[b, row, h0 : h0 + HB, 256:width], **OF_ONE_ROW)
             else:
                 T.set_max_nreg(32, 0)
                 keep = T.alloc_local([4], T.int32)
