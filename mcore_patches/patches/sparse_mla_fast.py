@@ -34,8 +34,9 @@ from mcore_patches.patches.sparse_mla_nope import (
 if TYPE_CHECKING:
     import torch
 
-OURS, BELOW = "ours", "upstream"
-"""Routes in the report: calls on our kernels, and declined ones that a kernel one layer down ran all the same."""
+OURS, ORDERED, BELOW = "ours", "ours with an ordered backward", "upstream"
+"""Routes in the report: calls on our kernels, those of them whose backward stores parts of dkv and adds them up in order,
+in a workspace of its own, and declined ones that a kernel one layer down ran all the same."""
 
 
 def build(below: Below) -> Callable[..., Any]:
@@ -79,7 +80,7 @@ def build(below: Below) -> Callable[..., Any]:
         out, reason = attend(query, key, topk_indices, softmax_scale, v_channels)
         if out is not None:
             if not is_compiling():
-                counters.hit(OURS)
+                counters.hit(_route(query, key, topk_indices))
             return out
         return hand_down(reason, query, key, topk_indices, softmax_scale, v_channels)
 
@@ -107,6 +108,19 @@ def build(below: Below) -> Callable[..., Any]:
         return out
 
     return fused_sparse_mla_absorbed
+
+
+def _route(query: torch.Tensor, key: torch.Tensor, topk_indices: torch.Tensor) -> str:
+    """How a call on our kernels is counted; without gradients there is no backward to tell of."""
+    import torch
+
+    from mcore_patches.ops.sparse_mla import tilelang_kernels
+
+    if not torch.is_grad_enabled() or not (query.requires_grad or key.requires_grad):
+        return OURS
+    q, kv = query.permute(1, 0, 2, 3), key.permute(1, 0, 2, 3)
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    return ORDERED if tilelang_kernels.takes_order(q, kv, topk_indices, deterministic) else OURS
 
 
 def _on_device(query: torch.Tensor) -> bool:

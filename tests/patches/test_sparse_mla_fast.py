@@ -33,9 +33,14 @@ class Kernels(types.ModuleType):
         self.deterministic: list[bool] = []  # of forwards and backwards in turn
         self.reason = ""
         self.error: Exception | None = None
+        self.long = False
 
     def supports(self, q, kv, indices, v_channels):
         return not self.reason, self.reason
+
+    def takes_order(self, q, kv, indices, deterministic):
+        assert (q.shape[0], q.shape[1]) == tuple(indices.shape[:2]) and kv.shape[0] == q.shape[0], "[B, S, ...]"
+        return deterministic or self.long
 
     def forward(self, q, kv, indices, scale, v_channels, deterministic):
         if self.error:
@@ -117,6 +122,27 @@ def test_deterministic_algorithms_ask_for_the_deterministic_backward(tmp_path):
         torch.use_deterministic_algorithms(wanted)
         module.fused_sparse_mla_absorbed(query, key, topk, 0.5, 512).sum().backward()
     assert kernels.deterministic == [False, False, True, True, False, False]
+
+
+@isolated("torch")
+def test_the_report_tells_which_backward_adds_up_in_order(tmp_path):
+    module, kernels, _ = on_a_device(tmp_path)
+    query, key, topk = inputs(2, 1, 3, 512, 5, 7)
+
+    def route(query, key, *, long=False, deterministic=False):
+        before, kernels.long = counters()["routes"], long
+        torch.use_deterministic_algorithms(deterministic)
+        module.fused_sparse_mla_absorbed(query, key, topk, 0.5, 512)
+        ((name, _),) = counters()["routes"].items() - before.items()
+        return name
+
+    in_order = "ours with an ordered backward"
+    for q, k in ((query.clone().requires_grad_(), key), (query, key.clone().requires_grad_())):
+        assert route(q, k) == "ours"
+        assert route(q, k, long=True) == route(q, k, deterministic=True) == in_order
+        with torch.no_grad():
+            assert route(q, k, long=True, deterministic=True) == "ours"
+    assert route(query, key, long=True, deterministic=True) == "ours"
 
 
 # Going one layer down -------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ The kernels are this package's module `tilelang_kernels`, imported when first ne
     supports(q, kv, indices, v_channels) -> (bool, reason)
     forward(q, kv, indices, scale, v_channels, deterministic) -> (out, lse)
     backward(q, kv, indices, out, lse, dout, scale, v_channels, deterministic) -> (dq, dkv)
+    takes_order(q, kv, indices, deterministic) -> whether that backward adds up dkv in a fixed order
 
 on the tensors of `sparse_mla`, none of the results sharing memory with an argument.
 """

@@ -55,6 +55,12 @@ def _fault(arch: str, width: int) -> str:
     return CACHE.failure_of("sparse_mla", arch, width) or ""
 
 
+def takes_order(q: Tensor, kv: Tensor, indices: Tensor, deterministic: bool) -> bool:
+    """Whether the backward of such a call adds up dkv in a fixed order: it is asked to, or that is faster."""
+    device = _device(q.device)
+    return deterministic or order_is_faster(device, *indices.shape[1:], kv.shape[1], q.shape[-1], q.shape[2])
+
+
 def warmup(
     device: torch.device | str = "cuda",
     *,
@@ -147,7 +153,7 @@ def forward(
     batch, rows, heads, width = q.shape
     device = _device(q.device)
     shape, (q,) = _tiled(design_of(device, width).forward is not None, q)
-    ordered = deterministic or order_is_faster(device, rows, indices.shape[-1], kv.shape[1], width, heads)
+    ordered = takes_order(q, kv, indices, deterministic)
     build_first(device, width, heads, shape.get("strided", False), ordered, True)
     ids = _int32(indices)
     out = torch.empty(batch, rows, heads, v_channels, dtype=q.dtype, device=q.device)
@@ -182,7 +188,7 @@ def backward(
     batch, rows, heads, width = q.shape
     device = _device(q.device)
     if ordered is None:
-        ordered = deterministic or order_is_faster(device, rows, indices.shape[-1], kv.shape[1], width, heads)
+        ordered = takes_order(q, kv, indices, deterministic)
     plain = design_of(device, width).backward is not None
     shape, (q, dout) = _tiled(plain, q, dout)
     try:
