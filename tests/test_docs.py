@@ -289,6 +289,12 @@ def test_three_lines():
     assert printed.startswith("mcore_patches ") and re.search(r"^sparse_mla_nope +PENDING", printed, re.MULTILINE)
 
 
+def test_an_op_by_itself():
+    printed = run(block("attend.py: sparse MLA without megatron, on a GPU or a CPU"))
+    assert printed.startswith("chunked (q is on cpu, ")
+    assert printed.endswith("): out (1, 300, 24, 512), gradients of kv (1, 300, 1, 512)\n")
+
+
 def test_hooks_module(tmp_path):
     (tmp_path / "my_hooks.py").write_text(block("my_hooks.py"))
     printed = run("import my_hooks; my_hooks.init(None)", tmp_path)

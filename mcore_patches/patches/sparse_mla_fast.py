@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     import torch
 
 OURS, ORDERED, BELOW = "ours", "ours with an ordered backward", "upstream"
-"""Routes in the report: calls on our kernels, those of them whose backward stores parts of dkv and adds them up in order,
-in a workspace of its own, and declined ones that a kernel one layer down ran all the same."""
+"""Routes in the report: calls on our kernels, those of them whose backward adds up stored parts of dkv, in a workspace
+of its own, and declined ones that a kernel one layer down ran all the same."""
 
 
 def build(below: Below) -> Callable[..., Any]:
