@@ -57,8 +57,9 @@ def _fault(arch: str, width: int) -> str:
 
 def takes_order(q: Tensor, kv: Tensor, indices: Tensor, deterministic: bool) -> bool:
     """Whether the backward of such a call adds up dkv in a fixed order: it is asked to, or that is faster."""
-    device = _device(q.device)
-    return deterministic or order_is_faster(device, *indices.shape[1:], kv.shape[1], q.shape[-1], q.shape[2])
+    heads, width = q.shape[2:]
+    rows, topk = indices.shape[1:]
+    return deterministic or order_is_faster(_device(q.device), rows, topk, kv.shape[1], width, heads)
 
 
 def warmup(
