@@ -58,6 +58,24 @@ def test_it_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not order_is_faster(H200, 2**16, 2048, 2**16, 576, 64)
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_call_takes_order_by_its_shapes_or_because_it_is_asked_to(
+    deterministic: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tilelang_kernels, "_device", lambda _: H200)
+
+    def takes(rows: int, topk: int, keys: int, heads: int, width: int) -> bool:
+        sizes = (1, rows, heads, width), (1, keys, 1, width), (1, rows, topk)
+        return tilelang_kernels.takes_order(*(torch.empty(s, device="meta") for s in sizes), deterministic)
+
+    shapes = itertools.product((64, 2**16), (128, 2048), (2**12, 2**16), (16, 64), (512, 576))
+    for rows, topk, keys, heads, width in shapes:
+        expected = deterministic or order_is_faster(H200, rows, topk, keys, width, heads)
+        assert takes(rows, topk, keys, heads, width) == expected
+    assert takes(2**16, 2048, 2**16, 64, 576)
+    assert takes(64, 2048, 2**16, 64, 576) == deterministic  # few uses of a key
+
+
 @pytest.mark.parametrize(("topk", "width", "blocks"), list(itertools.product((64, 2048, 4096), (512, 576), (1, 2))))
 def test_rows_of_a_chunk_fill_whole_waves(topk: int, width: int, blocks: int) -> None:
     rows = rows_in_order(10**6, topk, 2**16, width, blocks, 132)
