@@ -90,10 +90,11 @@ def run_indexer_kl() -> None:
 
 
 def run_sparse_mla() -> None:
-    for heads in (8, 24, 64):
+    # Each backward kernel; then two batch entries, two blocks of heads, strided queries, less than a block of ids.
+    for batch, rows, heads, topk in ((1, 37, 8, 70), (1, 37, 24, 70), (1, 37, 64, 70), (2, 9, 65, 3)):
         for width in (512, 576):
-            q, kv = normal(1, 37, heads, width), normal(1, 53, 1, width)
-            ids = torch.randint(-1, 54, (1, 37, 70), device="cuda", dtype=torch.int32)
+            q, kv = normal(rows, batch, heads, width).transpose(0, 1), normal(batch, 53, 1, width)
+            ids = torch.randint(-1, 54, (batch, rows, topk), device="cuda", dtype=torch.int32)
             for deterministic in (False, True):
                 out, _ = sparse_mla(q, kv, ids, scale=0.05, deterministic=deterministic, backend="tilelang")
                 torch.autograd.grad(out, (q, kv), torch.randn_like(out))

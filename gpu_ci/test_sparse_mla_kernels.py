@@ -103,11 +103,15 @@ def deterministic(request: pytest.FixtureRequest) -> bool:
     return request.param == "deterministic"
 
 
-HEADS = (1, 2, 7, 16, 24, 63, 64, 65, 100, 128)
+HEADS = (1, 2, 7, 16, 17, 24, 32, 33, 63, 64, 65, 100, 128)
 TOPK = (1, 63, 64, 65, 127, 2048, 2051, 4096)
 CASES = [
     *(Case(1 + heads % 2, 11, 300, heads, 127, width) for heads, width in itertools.product(HEADS, (512, 576))),
-    *(Case(1, 6, 1 + 2 * topk, 24, topk, width) for topk, width in itertools.product(TOPK, (512, 576))),
+    # One head count for each of the backward kernels, and one for two of its blocks.
+    *(
+        Case(1, 6, 1 + 2 * topk, heads, topk, width)
+        for topk, heads, width in itertools.product(TOPK, (8, 24, 64, 128), (512, 576))
+    ),
     Case(3, 1, 1, 1, 1),
     Case(1, 1, 5, 128, 2),
     Case(2, 131, 67, 16, 64),  # few keys, many rows: every key is in most rows, several times
@@ -245,6 +249,17 @@ def test_nothing_is_written_outside_the_results(heads: int) -> None:
         margin = (buffer.numel() - inside.numel()) // 2
         assert (buffer[:margin] == 77).all() and (buffer[margin + inside.numel() :] == 77).all()
     check(inputs.reference()[:3], (out, lse, dq))
+
+    parts, parts_buffer = guarded(1, 2 * 9 * 65 * -(-heads // 64), case.width, dtype=torch.bfloat16, value=0.0)
+    slots = torch.arange(2 * 9 * 65, dtype=torch.int32, device="cuda").view(2, 9, 65)
+    store = kernels.kernel("backward", device, case.width, reduction="store", **kernels.head_rows(heads), strided=False)
+    for b in range(2):
+        one = tuple(t[b : b + 1] for t in (inputs.q, kv, inputs.dout, inputs.indices, slots, extent, lse, delta))
+        store(*one, inputs.scale, dq[b : b + 1].fill_(77.0), parts)
+    for inside, buffer in ((dq, dq_buffer), (parts, parts_buffer)):
+        margin = (buffer.numel() - inside.numel()) // 2
+        assert (buffer[:margin] == 77).all() and (buffer[margin + inside.numel() :] == 77).all()
+    assert relative(inputs.reference()[2], dq) < TOLERANCE
 
 
 def sample_rows(inputs: Inputs, rows: Tensor) -> Inputs:

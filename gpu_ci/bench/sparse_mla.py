@@ -329,6 +329,8 @@ class Bench:
 
     def run(self, case: Case, with_hook: bool) -> None:
         self.case, work = case.name, case.gflops["backward"]
+        # Of this run: results.csv keeps cases of several.
+        self.row(case.name, "matrix ceiling, bf16", self.ceiling, "TFLOP/s")
         theirs = self.attempt("installed", work, lambda: installed_passes(case)) or {}
         base = {kind: self.timed_installed(case, kind, run) for kind, run in theirs.items()}
         del theirs

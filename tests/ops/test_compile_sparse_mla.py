@@ -1,4 +1,4 @@
-"""Compile-only: every sparse MLA kernel assembles for its GPUs, fits shared memory and keeps its registers."""
+"""Compile-only: each kind of sparse MLA kernel assembles for its GPUs, fits shared memory and keeps its registers."""
 
 import concurrent.futures
 import multiprocessing

@@ -208,7 +208,8 @@ def backward_kernel(width: int, value_width: int, reduction: str, strided: bool 
                 T.barrier_wait(part_ready, 0)
                 for d, h in T.Parallel(width, HR):
                     dq_0[d, h] += dq_part[h, d]
-                # Neither group reads Q any more.
+                # The other group does not read Q any more, nor do, behind this, the warps of this one.
+                T.sync_threads(1, 128)
                 for d, h in T.Parallel(width, HR):
                     q_shared[h, d] = T.cast(dq_0[d, h], dtype)
                 T.fence_proxy_async()
