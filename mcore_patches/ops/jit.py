@@ -162,9 +162,30 @@ def compile_kernel(key: Key, function: Any, *, arch: str, pass_configs: Mapping[
     import tilelang
 
     with host_lock(_spell(key)):
-        return tilelang.compile(
+        kernel = tilelang.compile(
             function, out_idx=None, target={"kind": "cuda", "arch": arch}, pass_configs={**_QUIET, **pass_configs}
         )
+    return Launcher(kernel)
+
+
+class Launcher:
+    """A compiled kernel that leaves the current CUDA device what it was: TileLang makes that of the tensors current.
+
+    Its first argument is a tensor on the device that it runs on.
+    """
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel = kernel
+
+    def __call__(self, *arguments: Any) -> None:
+        import torch
+
+        device = arguments[0].device
+        if device.index == torch.cuda.current_device():
+            self.kernel(*arguments)
+            return
+        with torch.cuda.device(device):
+            self.kernel(*arguments)
 
 
 @contextlib.contextmanager

@@ -4,8 +4,9 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
-from mcore_patches.ops.jit import KernelBuildError, KernelCache, build_together, host_lock
+from mcore_patches.ops.jit import KernelBuildError, KernelCache, Launcher, build_together, host_lock
 
 
 def test_a_key_is_built_once() -> None:
@@ -162,3 +163,53 @@ def test_host_lock_keeps_processes_apart(tmp_path: Path, monkeypatch: pytest.Mon
         process.join(30)
         assert process.exitcode == 0
     assert Path(log).read_text().split() == ["in", "out"] * 3
+
+
+class Machine:
+    """Stands for torch.cuda with two devices; a launch makes that of its tensor current, as TileLang's does."""
+
+    def __init__(self, current: int) -> None:
+        self.current = current
+        self.launches: list[tuple[int, tuple[object, ...]]] = []
+        self.fails = False
+
+    def launch(self, tensor: "OnDevice", *others: object) -> None:
+        self.launches.append((self.current, (tensor, *others)))
+        self.current = tensor.device.index
+        if self.fails:
+            raise RuntimeError("launch failed")
+
+    def device(self, device: torch.device) -> "Machine":
+        self.before = self.current
+        self.current = device.index
+        return self
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        self.current = self.before
+
+
+class OnDevice:
+    def __init__(self, index: int) -> None:
+        self.device = torch.device("cuda", index)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("current", [0, 1])
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_launch_leaves_the_current_device(
+    index: int, current: int, fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = Machine(current)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: machine.current)
+    monkeypatch.setattr(torch.cuda, "device", machine.device)
+    launch, tensor, machine.fails = Launcher(machine.launch), OnDevice(index), fails
+    if fails:
+        with pytest.raises(RuntimeError, match="launch failed"):
+            launch(tensor, 0.5)
+    else:
+        launch(tensor, 0.5)
+    assert machine.launches == [(index, (tensor, 0.5))]
+    assert machine.current == current
