@@ -228,6 +228,7 @@ def guarded(*shape: int, dtype: torch.dtype, value: float) -> tuple[Tensor, Tens
 @pytest.mark.parametrize("heads", [1, 24, 65, 128])
 def test_nothing_is_written_outside_the_results(heads: int) -> None:
     from mcore_patches.ops.sparse_mla import tilelang_kernels as kernels
+    from mcore_patches.ops.sparse_mla.tilelang_builds import head_rows
 
     case = Case(2, 9, 200, heads, 65)
     inputs = Inputs.random(case)
@@ -239,9 +240,7 @@ def test_nothing_is_written_outside_the_results(heads: int) -> None:
     dkv, dkv_buffer = guarded(2, 200, case.width, dtype=torch.float32, value=0.0)
     forward = kernels.kernel("forward", device, case.width, strided=False)
     forward(inputs.q, kv, inputs.indices, extent, inputs.scale, out, lse)
-    backward = kernels.kernel(
-        "backward", device, case.width, reduction="atomic", **kernels.head_rows(heads), strided=False
-    )
+    backward = kernels.kernel("backward", device, case.width, reduction="atomic", **head_rows(heads), strided=False)
     delta = (out.float() * inputs.dout.float()).sum(-1)
     arguments = (inputs.q, kv, inputs.dout, inputs.indices, inputs.indices, extent, lse, delta, inputs.scale)
     backward(*arguments, dq, dkv)
@@ -252,7 +251,7 @@ def test_nothing_is_written_outside_the_results(heads: int) -> None:
 
     parts, parts_buffer = guarded(1, 2 * 9 * 65 * -(-heads // 64), case.width, dtype=torch.bfloat16, value=0.0)
     slots = torch.arange(2 * 9 * 65, dtype=torch.int32, device="cuda").view(2, 9, 65)
-    store = kernels.kernel("backward", device, case.width, reduction="store", **kernels.head_rows(heads), strided=False)
+    store = kernels.kernel("backward", device, case.width, reduction="store", **head_rows(heads), strided=False)
     for b in range(2):
         one = tuple(t[b : b + 1] for t in (inputs.q, kv, inputs.dout, inputs.indices, slots, extent, lse, delta))
         store(*one, inputs.scale, dq[b : b + 1].fill_(77.0), parts)

@@ -248,6 +248,7 @@ def section_time(heads):
     import torch
 
     from mcore_patches.ops.sparse_mla import tilelang_kernels as kernels
+    from mcore_patches.ops.sparse_mla.tilelang_builds import head_rows
 
     rows, topk, scale = 16384, 2048, 576**-0.5
     indices = random_causal(rows, topk).unsqueeze(0)
@@ -286,7 +287,7 @@ def section_time(heads):
                 blocks = -(-H // 64)
                 parts = torch.empty(1, 512 * topk * blocks, width, dtype=torch.bfloat16, device="cuda")
                 slots = torch.randperm(512 * topk, device="cuda", dtype=torch.int32).view(1, 512, topk)
-                store = kernels.kernel("backward", device, width, reduction="store", strided=False)
+                store = kernels.kernel("backward", device, width, reduction="store", **head_rows(H), strided=False)
                 dq, delta = torch.empty_like(q), torch.zeros_like(lse)
                 every = (q, kv.squeeze(2), dout, indices, nowhere, extent, lse, delta, scale, dq, parts)
                 ms = median_ms(lambda every=every, store=store: store(*every), 2)

@@ -75,6 +75,9 @@ class Tiles:
     stages: int
     threads: int
 
+    def __str__(self) -> str:
+        return f"{self.heads}x{self.keys}"
+
 
 # Warps lie side by side, 8 keys each at least; sums of out or dq then take 128 registers a thread at most.
 PLAIN_FORWARD_TILES = (Tiles(32, 64, 2, 256), Tiles(32, 32, 2, 128), Tiles(16, 32, 2, 128))
@@ -95,12 +98,12 @@ class SparseMLADesign:
 
 
 def sparse_mla_design(
-    arch: str, shared_bytes: int, dtype: torch.dtype, width: int, value_width: int
+    arch: str, shared_bytes: int, dtype: torch.dtype, width: int, value_width: int, heads: int
 ) -> SparseMLADesign | str:
-    """The kernels for a GPU and a head width, or the reason why there are none.
+    """The kernels for a GPU, a head width and a number of heads, or the reason why there are none.
 
-    Hopper has kernels of its own. Elsewhere they are the first tiles that fit shared memory: every key gathered
-    serves all heads of a block, so many heads come first.
+    Hopper has kernels of its own. Elsewhere: of the tiles that fit shared memory those that take the fewest blocks, as
+    every key gathered serves all heads of a block, and of these the ones with the fewest heads to a block.
     """
     if dtype != torch.bfloat16:
         return f"q and kv must be bfloat16, got {str(dtype).removeprefix('torch.')}"
@@ -114,7 +117,11 @@ def sparse_mla_design(
     backward = [t for t in PLAIN_BACKWARD_TILES if plain_shared_bytes(t, width, value_width) <= shared_bytes]
     if not forward or not backward:
         return f"{arch} lets a block have {shared_bytes} bytes of shared memory, too few for width {width}"
-    return SparseMLADesign(forward[0], backward[0])
+
+    def cost(tiles: Tiles) -> tuple[int, int]:
+        return -(-heads // tiles.heads), tiles.heads
+
+    return SparseMLADesign(min(forward, key=cost), min(backward, key=cost))
 
 
 def plain_shared_bytes(tiles: Tiles, width: int, dout_width: int) -> int:

@@ -27,8 +27,8 @@ SPILLED_AT_MOST = 64
 PLAIN_SPILLED_AT_MOST = 160
 
 
-def design(arch: str, width: int) -> SparseMLADesign:
-    result = sparse_mla_design(arch, SHARED_BYTES[arch], torch.bfloat16, width, 512)
+def design(arch: str, width: int, heads: int) -> SparseMLADesign:
+    result = sparse_mla_design(arch, SHARED_BYTES[arch], torch.bfloat16, width, 512, heads)
     assert isinstance(result, SparseMLADesign)
     return result
 
@@ -41,7 +41,7 @@ class Case:
     arguments: tuple[tuple[str, Any], ...] = ()
 
     def __str__(self) -> str:
-        values = "-".join(str(value) for name, value in self.arguments if name not in ("value_width", "tiles"))
+        values = "-".join(str(value) for name, value in self.arguments if name != "value_width")
         return "-".join(filter(None, (self.arch, self.module.removeprefix("tilelang_"), self.builder, values)))
 
 
@@ -60,8 +60,8 @@ def on_any(arch: str) -> list[Case]:
     ]
 
 
-def plain(arch: str, part: str, width: int, **arguments: Any) -> Case:
-    tiles = getattr(design(arch, width), part)
+def plain(arch: str, part: str, width: int, heads: int = 64, **arguments: Any) -> Case:
+    tiles = getattr(design(arch, width, heads), part)
     arguments = {"width": width, "value_width": 512, "tiles": tiles, **arguments}
     return Case(arch, f"tilelang_plain_{part}", f"{part}_kernel", tuple(arguments.items()))
 
@@ -81,6 +81,8 @@ CASES = [
     plain("sm_100a", "backward", 576, reduction="atomic"),
     plain("sm_100a", "backward", 512, reduction="store"),
     plain("sm_89", "backward", 512, reduction="store"),
+    plain("sm_100a", "forward", 576, heads=16),
+    plain("sm_80", "backward", 576, heads=16, reduction="atomic"),
 ]
 
 

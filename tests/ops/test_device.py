@@ -17,8 +17,10 @@ KIB = 1024
 GPUS = [("sm_80", 163), ("sm_86", 99), ("sm_89", 99), ("sm_90a", 227), ("sm_100a", 227), ("sm_120a", 99)]
 
 
-def choose(arch: str, kib: int, width: int = 576, value_width: int = 512, dtype: torch.dtype = torch.bfloat16):
-    return sparse_mla_design(arch, kib * KIB, dtype, width, value_width)
+def choose(
+    arch: str, kib: int, width: int = 576, value_width: int = 512, dtype: torch.dtype = torch.bfloat16, heads: int = 128
+):
+    return sparse_mla_design(arch, kib * KIB, dtype, width, value_width, heads)
 
 
 @pytest.mark.parametrize(
@@ -48,6 +50,17 @@ def test_every_gpu_with_bf16_has_kernels_that_fit(arch: str, kib: int, width: in
 def test_more_shared_memory_takes_more_heads(arch: str, kib: int, heads: int) -> None:
     design = choose(arch, kib)
     assert (design.forward.heads, design.backward.heads) == (heads, heads)
+
+
+@pytest.mark.parametrize(("arch", "kib"), [("sm_80", 163), ("sm_89", 99), ("sm_100a", 227)])
+@pytest.mark.parametrize("width", [512, 576])
+def test_no_more_heads_to_a_block_than_it_takes(arch: str, kib: int, width: int) -> None:
+    many = choose(arch, kib, width)
+    for heads in range(1, 129):
+        design = choose(arch, kib, width, heads=heads)
+        for few, most in ((design.forward, many.forward), (design.backward, many.backward)):
+            assert few.heads == (16 if heads <= 16 else most.heads)
+            assert -(-heads // few.heads) == -(-heads // most.heads), "as many blocks"
 
 
 def test_tiles_suit_the_matrix_unit() -> None:

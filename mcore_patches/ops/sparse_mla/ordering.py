@@ -9,7 +9,8 @@ BY_ITSELF = True
 
 # An fp32 dKV above this leaves a Hopper's L2 cache (50 MB) too often for atomics: storing parts and adding them up is
 # faster. Measured at 32k and 48k tokens with 2048 ids a row (gpu_ci/kernels/NOTES.md): the ratio of both crosses 1 at
-# 55 to 58 MiB with 16 heads, at 94 with 64, and with 128, where there are twice the parts, by straight lines at 136 to 145.
+# 55 to 58 MiB with 16 heads and at 94 with 64; with 128, where there are twice the parts, straight lines do so at 136
+# to 145.
 MOST_ATOMIC_BYTES_OF_FEW_HEADS = 60 * 2**20
 MOST_ATOMIC_BYTES = 96 * 2**20
 MOST_ATOMIC_BYTES_OF_MANY_HEADS = 144 * 2**20

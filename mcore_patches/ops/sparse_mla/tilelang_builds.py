@@ -14,8 +14,8 @@ from mcore_patches.ops.jit import CACHE, TRACING, Key, build_together, compile_k
 VALUE_WIDTH = 512
 
 
-def design_of(device: Device, width: int) -> SparseMLADesign:
-    design = sparse_mla_design(device.arch, device.shared_bytes, torch.bfloat16, width, VALUE_WIDTH)
+def design_of(device: Device, width: int, heads: int) -> SparseMLADesign:
+    design = sparse_mla_design(device.arch, device.shared_bytes, torch.bfloat16, width, VALUE_WIDTH, heads)
     if isinstance(design, str):
         raise ValueError(f"sparse_mla: {design}")
     return design
@@ -24,14 +24,16 @@ def design_of(device: Device, width: int) -> SparseMLADesign:
 def kernel(name: str, device: Device, width: int, **shape: Any) -> Any:
     """The compiled kernel called `name`, built on the first call; `shape` is what its builder takes besides widths.
 
+    With `tiles` it is the plain forward or backward, else that for Hopper.
+
     Raises:
         KernelBuildError: it does not compile for the device's architecture.
     """
     key = ("sparse_mla", device.arch, width, name, *shape.values())
-    return CACHE.get(key, functools.partial(_build, key, name, device, width, shape))
+    return CACHE.get(key, functools.partial(_build, key, name, device.arch, width, shape))
 
 
-def _build(key: Key, name: str, device: Device, width: int, shape: dict[str, Any]) -> Any:
+def _build(key: Key, name: str, arch: str, width: int, shape: dict[str, Any]) -> Any:
     from mcore_patches.ops.sparse_mla import (
         tilelang_backward,
         tilelang_delta,
@@ -43,22 +45,20 @@ def _build(key: Key, name: str, device: Device, width: int, shape: dict[str, Any
         tilelang_plain_forward,
     )
 
-    design = design_of(device, width)
+    plain = "tiles" in shape
     source: Any
     build: Callable[..., Any]
-    if name == "forward" and design.forward is None:
-        source, build = tilelang_forward, functools.partial(tilelang_forward.forward_kernel, width, VALUE_WIDTH)
-    elif name == "forward":
-        source = tilelang_plain_forward
-        build = functools.partial(source.forward_kernel, width, VALUE_WIDTH, tiles=design.forward)
-    elif name == "backward" and design.backward is None and shape["head_rows"] == tilelang_few_heads.HEAD_ROWS:
+    if name == "forward":
+        source = tilelang_plain_forward if plain else tilelang_forward
+        build = functools.partial(source.forward_kernel, width, VALUE_WIDTH)
+    elif name == "backward" and plain:
+        source = tilelang_plain_backward
+        build = functools.partial(source.backward_kernel, width, VALUE_WIDTH)
+    elif name == "backward" and shape["head_rows"] == tilelang_few_heads.HEAD_ROWS:
         source, shape = tilelang_few_heads, {n: v for n, v in shape.items() if n != "head_rows"}
         build = functools.partial(source.backward_kernel, width, VALUE_WIDTH)
-    elif name == "backward" and design.backward is None:
-        source, build = tilelang_backward, functools.partial(tilelang_backward.backward_kernel, width, VALUE_WIDTH)
     elif name == "backward":
-        source = tilelang_plain_backward
-        build = functools.partial(source.backward_kernel, width, VALUE_WIDTH, tiles=design.backward)
+        source, build = tilelang_backward, functools.partial(tilelang_backward.backward_kernel, width, VALUE_WIDTH)
     elif name == "delta":
         source, build = tilelang_delta, functools.partial(tilelang_delta.delta_kernel, VALUE_WIDTH)
     elif name == "extent":
@@ -69,7 +69,7 @@ def _build(key: Key, name: str, device: Device, width: int, shape: dict[str, Any
         source, build = tilelang_ordered, getattr(tilelang_ordered, f"{name}_kernel")
     with TRACING:
         function = build(**shape)
-    return compile_kernel(key, function, arch=device.arch, pass_configs=source.PASS_CONFIGS)
+    return compile_kernel(key, function, arch=arch, pass_configs=source.PASS_CONFIGS)
 
 
 @functools.cache
@@ -81,12 +81,12 @@ def first_builds(
     device: Device, width: int, heads: int, strided: bool, ordered: bool, forward: bool
 ) -> list[Callable[[], Any]]:
     """All that a backward of this kind takes, and where `forward` its forward, those that take longest first."""
-    plain = design_of(device, width).backward is not None
-    tiled: dict[str, Any] = {} if plain else {"strided": strided}
-    shape: dict[str, Any] = {} if plain else head_rows(heads)
-    names: list[tuple[str, dict[str, Any]]] = [("backward", {"reduction": reduction_of(ordered), **shape, **tiled})]
+    design = design_of(device, width, heads)
+    names: list[tuple[str, dict[str, Any]]] = [
+        ("backward", {"reduction": reduction_of(ordered), **backward_shape(design, heads, strided)})
+    ]
     if forward:
-        names.append(("forward", tiled))
+        names.append(("forward", forward_shape(design, strided)))
     names += [("delta", {}), ("extent", {})]
     if ordered:
         names += [("mark", {}), ("rank", {}), ("locate", {})]
@@ -99,7 +99,17 @@ def reduction_of(ordered: bool) -> str:
 
 
 def head_blocks_of(heads: int, device: Device, width: int) -> int:
-    return -(-heads // design_of(device, width).backward_heads)
+    return -(-heads // design_of(device, width, heads).backward_heads)
+
+
+def forward_shape(design: SparseMLADesign, strided: bool) -> dict[str, Any]:
+    """What the forward is built for. strided: Q is not contiguous, which the Hopper kernels take as it is."""
+    return {"strided": strided} if design.forward is None else {"tiles": design.forward}
+
+
+def backward_shape(design: SparseMLADesign, heads: int, strided: bool) -> dict[str, Any]:
+    """What the backward is built for besides `reduction`."""
+    return head_rows(heads) | {"strided": strided} if design.backward is None else {"tiles": design.backward}
 
 
 def head_rows(heads: int) -> dict[str, int]:

@@ -14,11 +14,12 @@ from mcore_patches.ops.jit import CACHE, KernelBuildError, build_together
 from mcore_patches.ops.sparse_mla import backends
 from mcore_patches.ops.sparse_mla.ordering import ROWS_PER_WORD, USES_OF_A_KEY, order_is_faster, rows_in_order
 from mcore_patches.ops.sparse_mla.tilelang_builds import (
+    backward_shape,
     build_first,
     design_of,
     first_builds,
+    forward_shape,
     head_blocks_of,
-    head_rows,
     kernel,
     reduction_of,
 )
@@ -37,7 +38,7 @@ def supports(q: Tensor, kv: Tensor, indices: Tensor, v_channels: int) -> tuple[b
     if indices.shape[-1] == 0 or q.numel() == 0 or kv.shape[1] == 0:
         return False, f"there is nothing to attend to: q {tuple(q.shape)}, kv {tuple(kv.shape)}, K={indices.shape[-1]}"
     device = _device(q.device)
-    design = sparse_mla_design(device.arch, device.shared_bytes, q.dtype, q.shape[-1], v_channels)
+    design = sparse_mla_design(device.arch, device.shared_bytes, q.dtype, q.shape[-1], v_channels, q.shape[2])
     if isinstance(design, str):
         return False, design
     fault = _fault(device.arch, q.shape[-1])
@@ -134,13 +135,10 @@ def _extent(indices: Tensor, keys: int, device: Device, width: int) -> Tensor:
     return extent
 
 
-def _tiled(design_is_plain: bool, *tensors: Tensor) -> tuple[dict[str, Any], list[Tensor]]:
-    """The shape of the kernel that reads these tensors by the copy engine, and the tensors as it takes them."""
-    if design_is_plain:
-        return {}, [_readable(t.contiguous()) for t in tensors]
-    if all(t.is_contiguous() for t in tensors) or not _strides_survive():
-        return {"strided": False}, [_readable(t.contiguous()) for t in tensors]
-    return {"strided": True}, [_readable(t) for t in tensors]
+def _as_taken(plain: bool, *tensors: Tensor) -> tuple[bool, list[Tensor]]:
+    """The tensors as a kernel takes them, and whether by their strides, which the Hopper kernels can."""
+    strided = not plain and not all(t.is_contiguous() for t in tensors) and _strides_survive()
+    return strided, [_readable(t if strided else t.contiguous()) for t in tensors]
 
 
 def forward(
@@ -153,14 +151,16 @@ def forward(
     """
     batch, rows, heads, width = q.shape
     device = _device(q.device)
-    shape, (q,) = _tiled(design_of(device, width).forward is not None, q)
+    design = design_of(device, width, heads)
+    strided, (q,) = _as_taken(design.forward is not None, q)
     ordered = takes_order(q, kv, indices, deterministic)
-    build_first(device, width, heads, shape.get("strided", False), ordered, True)
+    build_first(device, width, heads, strided, ordered, True)
     ids = _int32(indices)
     out = torch.empty(batch, rows, heads, v_channels, dtype=q.dtype, device=q.device)
     lse = torch.empty(batch, rows, heads, dtype=torch.float32, device=q.device)
     extent = _extent(ids, kv.shape[1], device, width)
-    kernel("forward", device, width, **shape)(q, _readable(kv.squeeze(2)), ids, extent, scale, out, lse)
+    run = kernel("forward", device, width, **forward_shape(design, strided))
+    run(q, _readable(kv.squeeze(2)), ids, extent, scale, out, lse)
     return out, lse
 
 
@@ -190,16 +190,14 @@ def backward(
     device = _device(q.device)
     if ordered is None:
         ordered = takes_order(q, kv, indices, deterministic)
-    plain = design_of(device, width).backward is not None
-    shape, (q, dout) = _tiled(plain, q, dout)
+    design = design_of(device, width, heads)
+    strided, (q, dout) = _as_taken(design.backward is not None, q, dout)
     try:
-        build_first(device, width, heads, shape.get("strided", False), ordered, False)
+        build_first(device, width, heads, strided, ordered, False)
     except KernelBuildError as error:
         raise KernelBuildError(
             f"sparse_mla: this backward cannot run, and further calls of width {width} will be declined: {error}"
         ) from error
-    if not plain:
-        shape = head_rows(heads) | shape
     ids, kv, lse = _int32(indices), _readable(kv.squeeze(2)), lse.contiguous()
     delta = torch.empty_like(lse)
     kernel("delta", device, width)(out.contiguous(), dout, delta)
@@ -207,13 +205,13 @@ def backward(
     dq = torch.empty(batch, rows, heads, width, dtype=q.dtype, device=q.device)
     dkv = torch.zeros(batch, kv.shape[1], width, dtype=torch.float32, device=q.device)
     reduction = reduction_of(ordered)
-    run = kernel("backward", device, width, reduction=reduction, **shape)
+    run = kernel("backward", device, width, reduction=reduction, **backward_shape(design, heads, strided))
     if ordered:
         for b in range(batch):
             _backward_in_order(run, device, q, kv, dout, ids, extent, lse, delta, scale, dq, dkv, b)
     else:
         run(q, kv, dout, ids, ids, extent, lse, delta, scale, dq, dkv)
-    return dq, _channels_in_order(dkv, device, reduction).unsqueeze(2)
+    return dq, (dkv.to(q.dtype) if design.backward is not None else _channels_in_order(dkv, reduction)).unsqueeze(2)
 
 
 def _backward_in_order(
@@ -288,13 +286,10 @@ class PartNumbers:
         add(parts, self._count, self._ends, self._times, dkv)
 
 
-def _channels_in_order(dkv: Tensor, device: Device, reduction: str) -> Tensor:
-    """dkv [B, Skv, D] rounded to bf16, its channels where they belong (see `tilelang_scatter.group`)."""
+def _channels_in_order(dkv: Tensor, reduction: str) -> Tensor:
+    """dkv [B, Skv, D] of the Hopper kernels rounded to bf16, channels where they belong (`tilelang_scatter.group`)."""
     from mcore_patches.ops.sparse_mla.tilelang_scatter import WGMMA_COLUMNS, group
 
-    width = dkv.shape[-1]
-    if design_of(device, width).backward is not None:
-        return dkv.to(torch.bfloat16)
     tiles = group(reduction) // WGMMA_COLUMNS
     result = torch.empty(dkv.shape, dtype=torch.bfloat16, device=dkv.device)
     result.unflatten(-1, (-1, tiles, 4, 2)).copy_(dkv.unflatten(-1, (-1, 4, tiles, 2)).transpose(-3, -2))
