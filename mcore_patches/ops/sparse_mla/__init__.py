@@ -40,8 +40,8 @@ def sparse_mla(
         kv: [B, Skv, 1, Dqk] of q's dtype and device, any strides.
         indices: [B, S, K] int32 or int64. Ids outside [0, Skv) are ignored. An id that occurs n times in a row counts n
             times, as if the key were there n times. The order does not matter beyond rounding.
-        scale: factor of the scores, above 0 and at most 1e38, as the kernels compute in float32. They take scaled scores
-            up to 1e9 in magnitude; rounding of larger ones exceeds float32's exponents, so out may be 0 or NaN there.
+        scale: factor of the scores, above 0 and at most 1e38, as the kernels compute in float32. They take scaled
+            scores up to 1e9 in magnitude; rounding of larger ones exceeds float32's exponents: out may be 0 or NaN.
         v_channels: Dv, from 1 to Dqk.
         deterministic: ask for gradients that are equal bit for bit from run to run on CUDA too; on a CPU they always
             are. The kernels then round each row's part of dkv to bfloat16, store it, and add parts in the order of
