@@ -290,7 +290,7 @@ def test_three_lines():
 
 
 def test_an_op_by_itself():
-    printed = run(block("attend.py: sparse MLA without megatron, on a GPU or a CPU"))
+    printed = run(block("attend.py: sparse MLA without megatron, on a GPU or a CPU"), CUDA_VISIBLE_DEVICES="")
     assert printed.startswith("chunked (q is on cpu, ")
     assert printed.endswith("): out (1, 300, 24, 512), gradients of kv (1, 300, 1, 512)\n")
 

@@ -41,11 +41,10 @@ from torch.nn.functional import pad
 
 import mcore_patches
 from gpu_ci.bench import results
+from gpu_ci.bench.options import positive, whole_numbers
 from gpu_ci.bench.qsa import Clock, matrix_ceiling, milliseconds
 from gpu_ci.kernels.sparse_mla_probe import error, installed, random_causal
-from mcore_patches.ops.device import device_of
 from mcore_patches.ops.sparse_mla import tilelang_kernels
-from mcore_patches.ops.sparse_mla.ordering import order_is_faster
 
 BENCH, DETAILS = "sparse_mla", "sparse_mla_details"  # README shows the rows of the former
 HEADLINES = {f"T16384-H{heads}-D576-K2048" for heads in (16, 64, 128)}  # the shapes that the goals are set for
@@ -101,8 +100,7 @@ class Case:
     @property
     def takes_order(self) -> bool:
         """Whether `backward` sums dKV in order without being asked to."""
-        device = device_of(self.q.device)
-        return order_is_faster(device, *self.ids.shape[1:], self.kv.shape[1], self.width, self.heads)
+        return tilelang_kernels.takes_order(self.q, self.kv, self.ids, False)
 
 
 def steady_milliseconds(run: Callable[[], Any]) -> float:
@@ -385,19 +383,19 @@ class Bench:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--save", action="store_true", help="write the figures to results.csv")
-    parser.add_argument("--heads", default="8,16,32,64,128")
-    parser.add_argument("--tokens", default="4096,16384,65536")
-    parser.add_argument("--widths", default="576,512")
+    parser.add_argument("--heads", type=whole_numbers(1), default="8,16,32,64,128")
+    parser.add_argument("--tokens", type=whole_numbers(1), default="4096,16384,65536")
+    parser.add_argument("--widths", type=whole_numbers(512), default="576,512")
     parser.add_argument("--topk", type=int, default=2048)
-    parser.add_argument("--seconds", type=float, default=280.0, help="start nothing that would end later than this")
+    parser.add_argument("--seconds", type=positive, default=280.0, help="start nothing that would end later than this")
     parser.add_argument("--build", action=argparse.BooleanOptionalAction, default=True, help="time the first build")
     parser.add_argument("--hook", action=argparse.BooleanOptionalAction, default=True, help="time megatron's function")
     options = parser.parse_args()
+    if not 1 <= options.topk <= min(options.tokens):
+        parser.error(f"--topk must be from 1 to the least of --tokens, {min(options.tokens)}, got {options.topk}")
     if not torch.cuda.is_available():
         raise SystemExit("this bench needs a CUDA device")
-    heads, tokens, widths = (
-        [int(n) for n in text.split(",")] for text in (options.heads, options.tokens, options.widths)
-    )
+    heads, tokens, widths = options.heads, options.tokens, options.widths
     bench = Bench(options.seconds)
     bench.line(*COLUMNS)
     for width in widths if options.build else ():

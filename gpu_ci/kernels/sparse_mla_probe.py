@@ -375,8 +375,10 @@ def spawn(limit, *jobs):
 
 
 def main():
+    from gpu_ci.bench.options import whole_numbers
+
     parser = argparse.ArgumentParser()
-    parser.add_argument("--heads", default="64,128,16")
+    parser.add_argument("--heads", type=whole_numbers(1), default="64,128,16")
     parser.add_argument("--patience", type=float, default=1.0, help="factor on every time limit, for a slow host")
     parser.add_argument("--job", nargs="+")
     options = parser.parse_args()
@@ -389,7 +391,7 @@ def main():
     if not torch.cuda.is_available():
         raise SystemExit("this probe needs a CUDA device")
     started = time.time()
-    heads = options.heads.split(",")
+    heads = [str(n) for n in options.heads]
     spawn(
         40 * options.patience,
         ["compile", "576", "atomic"],

@@ -23,6 +23,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
 Key = tuple[Any, ...]
 
 # Lines that TileLang adds to what the compiler says, and the compiler's own that say why.
@@ -178,8 +180,6 @@ class Launcher:
         self.kernel = kernel
 
     def __call__(self, *arguments: Any) -> None:
-        import torch
-
         device = arguments[0].device
         if device.index == torch.cuda.current_device():
             self.kernel(*arguments)
